@@ -1,0 +1,146 @@
+"""The contract of a storage backend: what a plug-in implements, and nothing else.
+
+A backend keeps objects under their key and gives them back whole or not at all. It never interprets tokens or trees.
+Results are per key, in the order and number of what was asked, whatever happens; an exception means that the whole
+call failed and is treated as `FAILED` for each of its keys. All methods may be called from several threads at once.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol, runtime_checkable
+
+from hicache.core.keys import ObjectKey, Shard
+from hicache.storage.codec import Header
+
+__all__ = ["Manifests", "ObjectKey", "ObjectResult", "ObjectStatus", "Shard", "StorageBackend", "StorageStatistics", "StoredObject"]
+
+
+class ObjectStatus(StrEnum):
+    """How one key of a batch ended."""
+
+    OK = "ok"
+    MISSING = "missing"  # no such object, or another identity, a newer version or a foreign file under its name
+    CORRUPT = "corrupt"  # ours by identity, wrong by checksum or length; withdrawn
+    FAILED = "failed"  # trouble that says nothing about the object: time-out, no space, permission, ...
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectResult:
+    """Result for one key.
+
+    Attributes:
+        status: how it ended.
+        reason: one short word or phrase for counters and logs when it is not OK, e.g. "foreign", "newer", "no_space".
+        header: what the object says of itself; set by `get_into` when OK. The caller compares tokens, parent and
+            depth with what it asked for.
+    """
+
+    status: ObjectStatus
+    reason: str = ""
+    header: Header | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StoredObject:
+    """One object to be stored. The buffers belong to the caller and are not kept after the call returns.
+
+    Attributes:
+        key: its name.
+        header: the encoded header (`codec.encode_header`), unpadded.
+        payload: the shard's bytes, C-contiguous, format "B".
+    """
+
+    key: ObjectKey
+    header: bytes
+    payload: memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class StorageStatistics:
+    """A snapshot of one backend. All counts are since opening.
+
+    Attributes:
+        objects: objects held now, as far as known.
+        bytes_used: bytes held now, as far as known, headers and padding included.
+        capacity: byte limit, or None.
+        puts, gets, hits: objects asked for, and found.
+        bytes_written, bytes_read: payload bytes moved.
+        evicted: objects removed to keep the capacity.
+        by_reason: counts of results that were not OK, by reason.
+        ready: False while an index is still being rebuilt.
+    """
+
+    objects: int = 0
+    bytes_used: int = 0
+    capacity: int | None = None
+    puts: int = 0
+    gets: int = 0
+    hits: int = 0
+    bytes_written: int = 0
+    bytes_read: int = 0
+    evicted: int = 0
+    by_reason: dict[str, int] = field(default_factory=dict)
+    ready: bool = True
+
+
+class StorageBackend(ABC):
+    """Keeps self-proving objects. Thread-safe. Made by `open_storage(url)` through `from_url`."""
+
+    @abstractmethod
+    def get_into(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[ObjectResult]:
+        """Read objects into buffers of exactly the payloads' lengths, and verify them (`codec.verify`).
+
+        A buffer's content is undefined unless its result is OK. Buffers are not touched after the call returns.
+        """
+
+    @abstractmethod
+    def put(self, objects: Sequence[StoredObject]) -> list[ObjectResult]:
+        """Store objects, each atomically. A put of what exists succeeds; of what is disbelieved it overwrites."""
+
+    @abstractmethod
+    def contains(self, keys: Sequence[ObjectKey], *, stop_at_first_miss: bool = False) -> list[bool]:
+        """Whether each key is there, cheaply and without reading payloads. Moves no recency.
+
+        With `stop_at_first_miss` keys behind the first absent one may be answered False without a look.
+        """
+
+    @abstractmethod
+    def touch(self, keys: Sequence[ObjectKey]) -> list[bool]:
+        """Mark as used now, the last key newest. False where the object is absent."""
+
+    @abstractmethod
+    def delete(self, keys: Sequence[ObjectKey]) -> list[bool]:
+        """Remove. True where something was removed; absence is no error."""
+
+    @abstractmethod
+    def generation(self, namespace: bytes) -> int:
+        """The current generation of a namespace (its 16-byte digest); 0 if it was never cleared."""
+
+    @abstractmethod
+    def clear(self, namespace: bytes, generation: int) -> None:
+        """Raise the namespace's generation to at least `generation`, durably. Older objects may go at any time."""
+
+    @abstractmethod
+    def statistics(self) -> StorageStatistics:
+        """A snapshot."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop threads and release handles. Idempotent."""
+
+
+@runtime_checkable
+class Manifests(Protocol):
+    """Capability: keep a small JSON document per namespace beside its objects, for `hicache explain`."""
+
+    def write_manifest(self, namespace: bytes, document: bytes) -> None:
+        """Store the document, replacing an older one. At most 64 KiB."""
+        ...
+
+    def read_manifests(self) -> dict[bytes, bytes]:
+        """All documents by namespace digest."""
+        ...
