@@ -1,0 +1,67 @@
+# Everything here sets itself up: it needs git, make and python3 (>= 3.11, with venv).
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+TRACE := benchmarks/traces/conversation_1000.jsonl
+DEMO := build/demo
+SOURCES := hicache storage_backends tests benchmarks
+PYTEST := HYPOTHESIS_PROFILE=$${HYPOTHESIS_PROFILE:-ci} $(BIN)/coverage run -m pytest -q
+
+.PHONY: help .venv demo test lint unit wheel bench cases clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo   replay a real trace through device, host and file tiers, every byte checked"
+	@echo "make test   all checks: format, lint, types, import rules, tests, coverage, the built wheel"
+	@echo "make lint   the checks that run no code"
+	@echo "make bench  measure against references; writes benchmarks/out/bench.json"
+	@echo "make cases  the field's failure cases and the tests that cover them"
+	@echo "make .venv  only the environment"
+	@echo "make clean  remove what the above made, the environment too"
+
+.venv: $(STAMP)
+
+# pip is upgraded first: dependency groups need 25.1. The stamp lies inside, so a removed .venv is made anew.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group lint --group test --editable ".[torch,cli]"
+	touch $@
+
+# Small enough for any machine, small tiers on purpose: device and host overflow, so all three tiers answer. The second
+# run is a new process on the same folder.
+demo: $(STAMP)
+	rm -rf $(DEMO)
+	@for run in first second; do \
+		echo "== $$run process"; \
+		$(BIN)/hicache replay $(TRACE) --page-size trace --device 800 --host 2400 \
+			--storage "file://$(CURDIR)/$(DEMO)?capacity=2GiB" --page-bytes 32768 || exit 1; \
+	done
+	rm -rf $(DEMO)
+
+test: lint unit wheel
+
+lint: $(STAMP)
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+unit: $(STAMP)
+	$(PYTEST) tests/unit tests/property tests/conformance tests/packaging tests/integration
+	$(BIN)/coverage report
+
+# What users install is the wheel, so it is tried in an environment of its own, without any extra.
+wheel: $(STAMP)
+	$(BIN)/python tests/packaging/check_wheel.py $(TRACE)
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/run.py
+
+cases: $(STAMP)
+	@$(BIN)/python tests/cases.py
+
+clean:
+	rm -rf $(VENV) build dist benchmarks/out .coverage .mypy_cache .pytest_cache .ruff_cache .hypothesis

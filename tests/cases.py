@@ -1,0 +1,114 @@
+"""Lists the field's failure cases with the tests that cover each: `python tests/cases.py [--json]`.
+
+Coverage is what pytest collects: every `@pytest.mark.case("KEY-1")`. Exit code 1 when a case has neither a test nor a
+reason for coming later, when a mark names a case that does not exist, or when tests cannot be collected.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import sys
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+DATA = ROOT / "tests" / "data" / "cases.toml"
+
+
+@dataclass(slots=True)
+class Case:
+    """One failure case: `later` says what of it waits, and for what."""
+
+    id: str
+    title: str
+    later: str = ""
+    tests: list[str] = field(default_factory=list)
+
+
+class Marks:
+    """A pytest plug-in that notes the case marks of what is collected."""
+
+    def __init__(self) -> None:
+        self.by_case: dict[str, list[str]] = {}
+        self.errors: list[str] = []
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        for item in session.items:
+            name = item.nodeid.split("[", maxsplit=1)[0]  # parameters of one test are one line
+            for mark in item.iter_markers("case"):
+                for case in mark.args:
+                    tests = self.by_case.setdefault(case, [])
+                    if name not in tests:
+                        tests.append(name)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self.errors.append(f"cannot collect {report.nodeid}")
+
+
+def load_cases(path: Path = DATA) -> dict[str, Case]:
+    """All cases by id, in the order of the file."""
+    with path.open("rb") as file:
+        cases = [Case(**entry) for entry in tomllib.load(file)["case"]]
+    return {case.id: case for case in cases}
+
+
+def collect() -> Marks:
+    """Collect the whole suite, silently."""
+    marks = Marks()
+    with contextlib.redirect_stdout(io.StringIO()):
+        pytest.main(["--collect-only", "-q", "--rootdir", str(ROOT), str(ROOT / "tests")], plugins=[marks])
+    return marks
+
+
+def judge(cases: dict[str, Case], marks: Marks) -> list[str]:
+    """Put the tests into their cases and return what is wrong."""
+    wrong = list(marks.errors)
+    for name, tests in marks.by_case.items():
+        if name in cases:
+            cases[name].tests = tests
+        else:
+            wrong.append(f"no such case: {name}, marked in {', '.join(tests)}")
+    wrong += [f"{case.id} has no test and no reason" for case in cases.values() if not case.tests and not case.later]
+    return wrong
+
+
+def print_table(cases: dict[str, Case]) -> None:
+    """One paragraph a case, and a sum."""
+    for case in cases.values():
+        state = "covered" if case.tests and not case.later else "partly" if case.tests else "later"
+        print(f"{case.id:8} {state if case.tests or case.later else 'MISSING':8} {case.title}")
+        for test in case.tests:
+            print(f"{'':18}{test}")
+        if case.later:
+            print(f"{'':18}later: {case.later}")
+    covered = sum(bool(case.tests) for case in cases.values())
+    waiting = sum(bool(case.later) for case in cases.values())
+    print(f"\n{len(cases)} cases: {covered} with tests, {waiting} with parts left")
+
+
+def main() -> int:
+    """Print the cases; see the module's text for the exit code."""
+    parser = argparse.ArgumentParser(description="failure cases and the tests that cover them")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    options = parser.parse_args()
+    cases = load_cases()
+    wrong = judge(cases, collect())
+    if options.json:
+        rows = [{"id": c.id, "title": c.title, "later": c.later, "tests": c.tests} for c in cases.values()]
+        print(json.dumps({"cases": rows, "wrong": wrong}, indent=1))
+    else:
+        print_table(cases)
+    for line in wrong:
+        print(f"error: {line}", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,72 @@
+"""What every test gets: a clean environment, no leaked threads, Hypothesis profiles, and the only place with skips."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# Examples are counted, never timed: the machines that run these tests differ too much.
+_COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("dev", max_examples=50, **_COMMON)
+settings.register_profile("ci", max_examples=200, derandomize=True, **_COMMON)
+settings.register_profile("nightly", max_examples=1000, stateful_step_count=100, **_COMMON)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
+
+THREAD_GRACE = 5.0  # seconds a thread gets to end after the test that started it
+
+
+def _has_cuda() -> bool:
+    if importlib.util.find_spec("torch") is None:
+        return False
+    import torch
+
+    return bool(torch.cuda.is_available())
+
+
+# marker -> what it needs and whether that is here; the only place that skips tests
+_NEEDS = {"gpu": ("a CUDA device", _has_cuda)}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for name, (what, present) in _NEEDS.items():
+        marked = [item for item in items if item.get_closest_marker(name)]
+        if marked and not present():
+            for item in marked:
+                item.add_marker(pytest.mark.skip(reason=f"{what} is not here"))
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Settings of the developer's shell must not decide a test."""
+    for name in [name for name in os.environ if name.startswith("HICACHE_")]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture(autouse=True)
+def no_leaked_threads() -> Iterator[None]:
+    """A test fails when a thread outlives it: whatever starts one must also end it."""
+    before = set(threading.enumerate())
+    yield
+    started = [thread for thread in threading.enumerate() if thread not in before]
+    for thread in started:
+        thread.join(THREAD_GRACE)
+    alive = [thread.name for thread in started if thread.is_alive()]
+    assert not alive, f"threads outlived the test: {alive}"
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    """The repository's root."""
+    return Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def small_trace(repository: Path) -> Path:
+    """The first 1,000 requests of a published conversation trace."""
+    return repository / "benchmarks" / "traces" / "conversation_1000.jsonl"
