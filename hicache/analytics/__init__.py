@@ -1,0 +1,1 @@
+"""Request traces, and the cache driven by them."""

@@ -1,0 +1,95 @@
+"""What every trace reader yields, and the words of its errors."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from hicache.errors import TraceError
+
+MAX_LINE = 64 * 2**20  # bytes; a line of a public trace has some 10 KiB, a longer one is another kind of file
+MAX_DOCUMENT = 512 * 2**20  # bytes; formats that are one JSON document are read whole
+ID_LIMIT = 2**32  # ids become tokens, and tokens are unsigned 32 bit
+
+Count = Annotated[int, msgspec.Meta(ge=0, lt=2**40)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, lt=1e12)]
+BlockIds = list[Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]]
+Ids = npt.NDArray[np.uint32]
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """One request of a trace.
+
+    Attributes:
+        time: seconds since the start of its trace.
+        ids: one id for each `unit` tokens of the prompt, shape (n,), uint32, not writable. An id means something only
+            together with all ids before it. Ids of different scopes never meet.
+        unit: tokens that an id stands for; the last id may stand for fewer.
+        input_tokens: tokens of the prompt. May exceed `len(ids) * unit` by less than one unit: a tail without an id.
+        output_tokens: tokens that were generated.
+        scope: where ids mean the same: "" for the whole trace, else file and model.
+        place: where it stands, for messages: "line 12", "request 3".
+    """
+
+    time: float
+    ids: Ids
+    unit: int
+    input_tokens: int
+    output_tokens: int
+    scope: str
+    place: str
+
+    @property
+    def known_tokens(self) -> int:
+        """Tokens of the prompt that ids cover."""
+        return min(self.input_tokens, len(self.ids) * self.unit)
+
+
+class Interner:
+    """Gives each pair of scope and id a number of its own, dense from 0, so that files never share ids."""
+
+    def __init__(self) -> None:
+        self._next = 0
+        self._known: dict[str, dict[int, int]] = {}
+
+    def translate(self, scope: str, ids: list[int]) -> list[int]:
+        """Numbers for ids of a scope, in order.
+
+        Raises:
+            TraceError: there are more distinct ids than tokens can name.
+        """
+        known = self._known.setdefault(scope, {})
+        numbers = []
+        for name in ids:
+            number = known.get(name)
+            if number is None:
+                number = known[name] = self._next
+                self._next += 1
+            numbers.append(number)
+        if self._next > ID_LIMIT:
+            raise TraceError(f"more than {ID_LIMIT} distinct ids; replay fewer files or requests at once")
+        return numbers
+
+
+def pack_ids(ids: list[int]) -> Ids:
+    """Ids as a read-only array.
+
+    Raises:
+        TraceError: an id is not an unsigned 32-bit number.
+    """
+    try:
+        return np.frombuffer(array("I", ids).tobytes(), dtype=np.uint32)
+    except OverflowError:
+        raise TraceError(f"hash_ids holds {max(ids)}, and ids go up to {ID_LIMIT - 1}") from None
+
+
+def bad_entry(path: Path, place: str, problem: str) -> TraceError:
+    """The error for one broken entry: what, where, what to do."""
+    return TraceError(f"{path}, {place}: {problem}; mend or remove it, or skip such entries with --skip-bad")
