@@ -1,0 +1,180 @@
+"""Settings of a cache, checked once, before anything is allocated or started."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from hicache.core.config import WRITE_POLICIES, EdgePolicy
+from hicache.errors import ConfigError
+from hicache.runtime.queues import Bound
+from hicache.units import format_size, parse_size
+
+PREFETCH_MODES: Final = ("best_effort", "timeout", "wait_complete")
+
+# Copies and reads take no memory of their own, their slots do; writes waiting hold host pages that others may want.
+_LARGE: Final = Bound(bytes=2**30, requests=4096)
+_SMALL: Final = Bound(bytes=2**28, requests=1024)
+
+WritePolicy = str | EdgePolicy
+"""A name of `WRITE_POLICIES`, or the policy of one edge spelled out."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefetchTimeout:
+    """How long `load` waits for pages from storage in the mode `timeout`.
+
+    Attributes:
+        base: seconds for any prefetch.
+        per_1024_tokens: seconds more for each 1,024 tokens that come from storage.
+        cap: seconds at most.
+    """
+
+    base: float = 0.1
+    per_1024_tokens: float = 0.1
+    cap: float = 5.0
+
+    def __post_init__(self) -> None:
+        for name in ("base", "per_1024_tokens", "cap"):
+            _check_seconds(f"prefetch_timeout.{name}", getattr(self, name))
+
+    def seconds(self, tokens: int) -> float:
+        """The time for so many tokens."""
+        return min(self.cap, self.base + self.per_1024_tokens * tokens / 1024)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How the runtime behaves. All of it has defaults; names are those of `hicache.open`.
+
+    Attributes:
+        eviction: name of an eviction policy.
+        device_to_host, host_to_storage: write policies of the two edges.
+        prefetch: `best_effort` takes what is in host memory when `load` is called; `timeout` waits for storage as
+            `prefetch_timeout` says; `wait_complete` waits as long as the request's own deadline allows.
+        prefetch_timeout: for the mode `timeout`.
+        prefetch_threshold: tokens; what storage has beyond the other tiers is left there if it is less.
+        extras: whether prompts may carry non-text input; it costs 16 bytes a page.
+        events: whether residency changes are produced.
+        longest_wait: seconds after which any wait without a deadline of its own gives up.
+        absent_seconds: how long a page that storage did not have is not asked for again.
+        copy_threads, read_threads, write_threads: threads for copies, storage reads and storage writes.
+        copy_bound, read_bound, write_bound: what may be under way in the three queues.
+        fetch_bytes: about the bytes of one transfer from storage; a deadline keeps whole transfers that came.
+        reserve: share of a tier's pages kept free or clean where a policy writes on eviction.
+        stub_pages: pages known only to be in storage that are remembered.
+        ghost_pages: hashes of pages gone that are remembered, for miss reasons.
+    """
+
+    eviction: str = "lru"
+    device_to_host: EdgePolicy = field(default_factory=EdgePolicy)
+    host_to_storage: EdgePolicy = field(default_factory=EdgePolicy)
+    prefetch: str = "timeout"
+    prefetch_timeout: PrefetchTimeout = field(default_factory=PrefetchTimeout)
+    prefetch_threshold: int = 0
+    extras: bool = False
+    events: bool = False
+    longest_wait: float = 60.0
+    absent_seconds: float = 1.0
+    copy_threads: int = 2
+    read_threads: int = 4
+    write_threads: int = 2
+    copy_bound: Bound = _LARGE
+    read_bound: Bound = _LARGE
+    write_bound: Bound = _SMALL
+    fetch_bytes: int = 2**23
+    reserve: float = 1 / 16
+    stub_pages: int = 262_144
+    ghost_pages: int = 65_536
+
+    def __post_init__(self) -> None:
+        if self.prefetch not in PREFETCH_MODES:
+            raise ConfigError(f"prefetch={self.prefetch!r:.60} is not one of {', '.join(PREFETCH_MODES)}")
+        for name in ("copy_threads", "read_threads", "write_threads", "fetch_bytes"):
+            _check_count(name, getattr(self, name), least=1)
+        _check_count("prefetch_threshold", self.prefetch_threshold, least=0)
+        for name in ("longest_wait", "absent_seconds"):
+            _check_seconds(name, getattr(self, name))
+        for name in ("copy_bound", "read_bound", "write_bound"):
+            bound = getattr(self, name)
+            _check_count(f"{name}.bytes", bound.bytes, least=1)
+            _check_count(f"{name}.requests", bound.requests, least=1)
+
+    def fetch_pages(self, page_bytes: int) -> int:
+        """Pages of one transfer from storage."""
+        return max(1, min(32, self.fetch_bytes // max(page_bytes, 1)))
+
+
+def write_policies(given: WritePolicy | Sequence[WritePolicy]) -> tuple[EdgePolicy, EdgePolicy]:
+    """The policies of both edges, DEVICE to HOST first: one name or policy for both, or a pair.
+
+    Raises:
+        ConfigError: an unknown name, or neither one nor two.
+    """
+    if isinstance(given, (str, EdgePolicy)):
+        return _edge(given), _edge(given)
+    if len(given) != 2:
+        raise ConfigError(f"write_policy has {len(given)} parts: give one, or a pair (device_to_host, host_to_storage)")
+    return _edge(given[0]), _edge(given[1])
+
+
+def prefetch_timeout(given: PrefetchTimeout | float) -> PrefetchTimeout:
+    """A number is the same time for every prefetch.
+
+    Raises:
+        ConfigError: negative or not finite.
+    """
+    if isinstance(given, PrefetchTimeout):
+        return given
+    return PrefetchTimeout(base=given, per_1024_tokens=0.0, cap=given)
+
+
+def pool_pages(given: int | str, *, page_bytes: int, tier: str) -> int:
+    """Pages of a pool from a number of pages, or from bytes with a unit such as "4GiB".
+
+    Raises:
+        ConfigError: negative, not a size, or too small for a single page.
+    """
+    if isinstance(given, str):
+        size = parse_size(given)
+        if page_bytes == 0:
+            raise ConfigError(
+                f"{tier}={given!r}: pages hold no bytes here, so a size says nothing: give a number of pages"
+            )
+        if size < page_bytes:
+            raise ConfigError(f"{tier}={given!r} is less than one page of {format_size(page_bytes)}: make it larger")
+        return size // page_bytes
+    _check_count(tier, given, least=0)
+    return given
+
+
+def check_deadline(seconds: float | None) -> None:
+    """A deadline is None or a number of seconds from now, not negative.
+
+    Raises:
+        ConfigError: anything else.
+    """
+    if seconds is not None:
+        _check_seconds("deadline", seconds)
+
+
+def _edge(given: WritePolicy) -> EdgePolicy:
+    if isinstance(given, EdgePolicy):
+        return given
+    if given not in WRITE_POLICIES:
+        raise ConfigError(f"write_policy={given!r:.60} is not one of {', '.join(WRITE_POLICIES)}")
+    return WRITE_POLICIES[given]
+
+
+def _check_seconds(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+        raise ConfigError(f"{name}={value!r:.60} is not a number of seconds, 0 or more")
+
+
+def _check_count(name: str, value: object, *, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{name}={value!r:.60} is not a whole number of {least} or more")
+    if value > 2**48:
+        raise ConfigError(f"{name}={value} is absurdly large")

@@ -1,0 +1,171 @@
+"""Bounded queues and the threads that empty them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+_log = logging.getLogger("hicache.runtime")
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """How much may be under way in one queue, waiting and running together.
+
+    Attributes:
+        bytes: payload bytes.
+        requests: jobs.
+    """
+
+    bytes: int
+    requests: int
+
+
+@dataclass(frozen=True, slots=True)
+class QueueStatistics:
+    """A snapshot of one queue.
+
+    Attributes:
+        waiting: jobs nobody has begun.
+        running: jobs a thread works on.
+        bytes: payload bytes of both.
+        refused: jobs turned away at the bound, since the start.
+        failed: jobs whose work raised, since the start.
+    """
+
+    waiting: int = 0
+    running: int = 0
+    bytes: int = 0
+    refused: int = 0
+    failed: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Job:
+    """One piece of work.
+
+    Attributes:
+        cost: payload bytes it holds until it has ended.
+        work: does it, in a worker thread.
+        fail: called instead of what `work` would have reported: it raised, or the queue was closed before.
+    """
+
+    cost: int
+    work: Callable[[], None]
+    fail: Callable[[], None]
+
+
+class BoundedQueue:
+    """First in, first out; at the bound it refuses instead of waiting. Thread-safe, and never blocks in `offer`.
+
+    What is counted against the bound is what waits and what runs: a job gives its share back when it has ended. A job
+    that is larger than the bound all by itself is accepted when nothing else is under way, otherwise it never could be.
+    """
+
+    def __init__(self, bound: Bound) -> None:
+        self._bound = bound
+        self._changed = threading.Condition(threading.Lock())
+        self._jobs: deque[Job] = deque()
+        self._running = 0
+        self._bytes = 0
+        self._refused = 0
+        self._failed = 0
+        self._closed = False
+
+    def offer(self, job: Job, *, first: bool = False) -> bool:
+        """Queue a job, in front of all others with `first`; False at the bound or after `close`."""
+        with self._changed:
+            under_way = len(self._jobs) + self._running
+            full = under_way >= self._bound.requests or self._bytes + job.cost > self._bound.bytes
+            if self._closed or (full and under_way > 0):
+                self._refused += 1
+                return False
+            if first:
+                self._jobs.appendleft(job)
+            else:
+                self._jobs.append(job)
+            self._bytes += job.cost
+            self._changed.notify()
+            return True
+
+    def take(self) -> Job | None:
+        """The next job; blocks until there is one. None when the queue is closed. Every job taken must be `ended`."""
+        with self._changed:
+            while not self._jobs:
+                if self._closed:
+                    return None
+                self._changed.wait()
+            self._running += 1
+            return self._jobs.popleft()
+
+    def ended(self, job: Job, *, failed: bool = False) -> None:
+        """Give back a job's share of the bound."""
+        with self._changed:
+            self._running -= 1
+            self._bytes -= job.cost
+            self._failed += failed
+
+    def room(self) -> Bound:
+        """What `offer` would still take."""
+        with self._changed:
+            return Bound(
+                max(self._bound.bytes - self._bytes, 0),
+                max(self._bound.requests - len(self._jobs) - self._running, 0),
+            )
+
+    def close(self) -> list[Job]:
+        """Take nothing more, wake all who wait in `take`, return the jobs nobody has begun; the caller fails them."""
+        with self._changed:
+            self._closed = True
+            left = list(self._jobs)
+            self._jobs.clear()
+            self._bytes -= sum(job.cost for job in left)
+            self._changed.notify_all()
+            return left
+
+    def statistics(self) -> QueueStatistics:
+        """A snapshot."""
+        with self._changed:
+            return QueueStatistics(len(self._jobs), self._running, self._bytes, self._refused, self._failed)
+
+
+class Workers:
+    """Threads that empty one queue. They survive whatever a job raises; that job alone fails.
+
+    The threads are daemons: a backend call that never comes back must not keep the interpreter from ending.
+    """
+
+    def __init__(self, name: str, queue: BoundedQueue, *, threads: int) -> None:
+        self._queue = queue
+        self._threads = [
+            threading.Thread(target=self._loop, name=f"hicache-{name}-{i}", daemon=True) for i in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _loop(self) -> None:
+        while (job := self._queue.take()) is not None:
+            failed = not _attempt(job.work)
+            if failed:
+                _attempt(job.fail)
+            self._queue.ended(job, failed=failed)
+
+    def join(self, wait: Callable[[threading.Thread], None]) -> int:
+        """Wait for the threads after the queue's `close`; `wait` bounds each. Returns how many still run."""
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                wait(thread)
+        return sum(thread.is_alive() for thread in self._threads)
+
+
+def _attempt(call: Callable[[], None]) -> bool:
+    try:
+        call()
+    except Exception:
+        # One operation's trouble is that operation's alone; the thread goes on with the next.
+        _log.exception("a job failed; the worker goes on")
+        return False
+    return True
