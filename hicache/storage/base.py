@@ -11,12 +11,28 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol, runtime_checkable
+from typing import Final, Protocol, Self, runtime_checkable
 
 from hicache.core.keys import ObjectKey, Shard
-from hicache.storage.codec import Header
+from hicache.errors import ConfigError
+from hicache.storage.codec import Header, Verdict, VerdictKind
+from hicache.storage.url import StorageUrl
 
-__all__ = ["Manifests", "ObjectKey", "ObjectResult", "ObjectStatus", "Shard", "StorageBackend", "StorageStatistics", "StoredObject"]
+__all__ = [
+    "MAX_MANIFEST",
+    "Manifests",
+    "ObjectKey",
+    "ObjectResult",
+    "ObjectStatus",
+    "Shard",
+    "StorageBackend",
+    "StorageStatistics",
+    "StorageUrl",
+    "StoredObject",
+]
+
+MAX_MANIFEST: Final = 64 * 1024
+"""Bytes of the longest manifest."""
 
 
 class ObjectStatus(StrEnum):
@@ -42,6 +58,15 @@ class ObjectResult:
     status: ObjectStatus
     reason: str = ""
     header: Header | None = None
+
+    @classmethod
+    def of(cls, verdict: Verdict) -> ObjectResult:
+        """The result of a read whose bytes were verified: OK, CORRUPT with the cause, or MISSING ("foreign", "newer")."""
+        if verdict.kind is VerdictKind.OK:
+            return cls(ObjectStatus.OK, header=verdict.header)
+        if verdict.kind is VerdictKind.CORRUPT:
+            return cls(ObjectStatus.CORRUPT, verdict.reason)
+        return cls(ObjectStatus.MISSING, verdict.kind.value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +114,15 @@ class StorageStatistics:
 
 class StorageBackend(ABC):
     """Keeps self-proving objects. Thread-safe. Made by `open_storage(url)` through `from_url`."""
+
+    @classmethod
+    def from_url(cls, url: StorageUrl) -> Self:
+        """Open by URL: take the parameters (`url.take`), then call `url.done()`, then open.
+
+        Raises:
+            ConfigError: something in the URL, or the place that it names, cannot work.
+        """
+        raise ConfigError(f"{cls.__name__} cannot be opened by a URL ({url.scheme}://): make the object and pass it")
 
     @abstractmethod
     def get_into(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[ObjectResult]:
