@@ -1,0 +1,380 @@
+"""Geometry: how many bytes a page has, in which cells, in which order.
+
+A cell is one page x one layer x one head group. A geometry lists layer groups, each with its layers, head groups and
+bytes per cell; head sizes and dtypes are labels that enter the digest, and nothing else computes with them. So packed
+4-bit rows, FP8 latents with scales in the row, or layers with different head counts need no special case.
+
+Format `canonical-v1`: layer group after layer group, inside each `(head_group, layer, 2, token, head in group, dim)`
+with keys before values; latent state (MLA) is `(layer, token, dim)`. Every shard is then one contiguous run, and
+moving to another topology moves whole cells.
+
+`head_group` (kv heads a shard) and `layer_partition` (layers a shard) are agreements of all who share a store; they
+are part of the digest, so those who did not agree miss.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import sha256
+from itertools import pairwise
+from typing import Any, Final
+
+from hicache.core.framing import frame, frame_number, frame_text
+from hicache.core.keys import MAX_HEAD_GROUPS, MAX_LAYERS, Shard
+from hicache.core.symbols import check_page_size
+from hicache.errors import GeometryError
+
+__all__ = ["CANONICAL", "DTYPE_BYTES", "KVGeometry", "LayerGroup"]
+
+CANONICAL: Final = "canonical-v1"
+DTYPE_BYTES: Final = {
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int8": 1,
+    "uint8": 1,
+}
+"""Bytes of an element, for the constructors that take a dtype's name. Others give `row_bytes`."""
+
+_RECORD_TAG: Final = b"hicache-geometry-v1"
+_LABEL = re.compile(r"[A-Za-z0-9._+-]{1,64}")
+_MAX_BYTES: Final = 2**40
+
+
+def _label(value: object, what: str) -> str:
+    if not isinstance(value, str) or _LABEL.fullmatch(value) is None:
+        raise GeometryError(f"{what} {value!r:.60} must be 1 to 64 letters, digits, '.', '_', '+' or '-'")
+    return value
+
+
+def _count(value: object, what: str, *, least: int = 1, most: int = _MAX_BYTES) -> int:
+    if type(value) is not int or not least <= value <= most:
+        raise GeometryError(f"{what} {value!r:.40} must be an integer of {least} to {most}")
+    return value
+
+
+def _layer_range(layers: int | tuple[int, int]) -> tuple[int, int]:
+    start, end = layers if isinstance(layers, tuple) and len(layers) == 2 else (0, layers)
+    _count(start, "first layer", least=0, most=MAX_LAYERS - 1)
+    _count(end, "layers", least=1, most=MAX_LAYERS)
+    if start >= end:
+        raise GeometryError(f"layers {start} to {end} are empty: end must be above start")
+    return start, end
+
+
+def largest_divisor(number: int, limit: int) -> int:
+    """The largest divisor of `number` that is at most `limit`."""
+    return next(divisor for divisor in range(min(number, limit), 0, -1) if number % divisor == 0)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Consecutive layers whose cells are alike.
+
+    Attributes:
+        layers: absolute range, (first, behind the last).
+        kv_heads: key-value heads of all ranks together; 0 where the state has no head axis and each rank of a
+            tensor-parallel group holds all of it (MLA latents, opaque pages).
+        head_group: kv heads of one cell; 0 without a head axis.
+        token_bytes: bytes of one token in one cell; 0 where `page_bytes` is given.
+        page_bytes: bytes of one cell whatever the page size; 0 where `token_bytes` is given.
+        kind: label, such as "mha" or "mla".
+        dtype: label of the elements.
+        dims: label of the sizes behind the token axis, such as "128" or "512+64".
+
+    Raises:
+        GeometryError: a value out of range, or a head group that does not divide the heads.
+    """
+
+    layers: tuple[int, int]
+    kv_heads: int
+    head_group: int
+    token_bytes: int
+    page_bytes: int = 0
+    kind: str = "mha"
+    dtype: str = "bfloat16"
+    dims: str = "1"
+
+    def __post_init__(self) -> None:
+        _layer_range(self.layers)
+        _count(self.kv_heads, "kv_heads", least=0, most=MAX_HEAD_GROUPS)
+        _count(self.token_bytes, "token bytes of a cell", least=0)
+        _count(self.page_bytes, "page bytes of a cell", least=0)
+        if (self.token_bytes == 0) == (self.page_bytes == 0):
+            raise GeometryError("a cell has either bytes per token or bytes per page: give exactly one")
+        for value, what in ((self.kind, "kind"), (self.dtype, "dtype"), (self.dims, "dims")):
+            _label(value, what)
+        if self.kv_heads == 0:
+            _count(self.head_group, "head_group without a head axis", least=0, most=0)
+            return
+        _count(self.head_group, "head_group", most=MAX_HEAD_GROUPS)
+        if self.kv_heads % self.head_group:
+            fits = largest_divisor(self.kv_heads, self.head_group)
+            raise GeometryError(
+                f"head_group={self.head_group} does not divide {self.kv_heads} kv heads: use head_group={fits}"
+            )
+
+    @property
+    def layer_count(self) -> int:
+        """Number of layers."""
+        return self.layers[1] - self.layers[0]
+
+    @property
+    def head_groups(self) -> int:
+        """Cells of one layer; 1 without a head axis."""
+        return self.kv_heads // self.head_group if self.kv_heads else 1
+
+    def cell_bytes(self, page_size: int) -> int:
+        """Bytes of one page x one layer x one head group."""
+        return self.page_bytes or self.token_bytes * page_size
+
+    def record(self) -> bytes:
+        """The group as framed fields, for digests."""
+        numbers = (*self.layers, self.kv_heads, self.head_group, self.token_bytes, self.page_bytes)
+        texts = (self.kind, self.dtype, self.dims)
+        return b"".join((*map(frame_number, numbers), *map(frame_text, texts)))
+
+    def describe(self) -> dict[str, Any]:
+        """The group for people and manifests; JSON types only."""
+        return {
+            "layers": list(self.layers),
+            "kind": self.kind,
+            "dtype": self.dtype,
+            "dims": self.dims,
+            "kv_heads": self.kv_heads,
+            "head_group": self.head_group,
+            "token_bytes": self.token_bytes,
+            "page_bytes": self.page_bytes,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class KVGeometry:
+    """The shape of a model's KV state. Immutable, hashable, compared by value.
+
+    Use `mha`, `mla` or `opaque`; the plain constructor is for models whose layers differ.
+
+    Attributes:
+        groups: layer groups in layer order, without gaps or overlaps.
+        format: what is inside the cells: "canonical-v1" or "opaque:...".
+        layer_partition: layers a shard, counted from layer 0; None = a layer group is one shard, also where a larger
+            number was given.
+
+    Raises:
+        GeometryError: groups that leave a gap or overlap, a bad format or partition.
+    """
+
+    groups: tuple[LayerGroup, ...]
+    format: str = CANONICAL
+    layer_partition: int | None = None
+
+    def __post_init__(self) -> None:
+        if type(self.groups) is not tuple or not self.groups:
+            raise GeometryError("a geometry needs at least one layer group, as a tuple")
+        for before, after in pairwise(self.groups):
+            if before.layers[1] != after.layers[0]:
+                raise GeometryError(f"layer groups {before.layers} and {after.layers} leave a gap or overlap")
+        if self.format != CANONICAL:
+            _check_opaque(self.format)
+        if self.layer_partition is not None:
+            _count(self.layer_partition, "layer_partition", most=MAX_LAYERS)
+            if self.layer_partition >= self.layers[1]:
+                # It cuts nothing: the same agreement as none, so it must have the same digest.
+                object.__setattr__(self, "layer_partition", None)
+
+    @classmethod
+    def mha(
+        cls,
+        layers: int | tuple[int, int],
+        *,
+        kv_heads: int,
+        head_dim: int,
+        dtype: str,
+        head_group: int | None = None,
+        layer_partition: int | None = None,
+        row_bytes: int | None = None,
+    ) -> KVGeometry:
+        """Multi-head attention; grouped-query and multi-query attention are the same with fewer `kv_heads`.
+
+        Args:
+            layers: number of layers, or their absolute range.
+            kv_heads: key-value heads of the whole model, before any tensor parallelism.
+            head_dim: elements of one head.
+            dtype: name of the elements' type, see `DTYPE_BYTES`; any label with `row_bytes`.
+            head_group: kv heads a shard; by default all. Tensor parallelism needs a divisor of the heads of a rank.
+            layer_partition: layers a shard; by default all. Pipeline stages must begin on its multiples.
+            row_bytes: bytes of one key (or value) row, one token and head, where elements are packed.
+        """
+        _count(kv_heads, "kv_heads", most=MAX_HEAD_GROUPS)
+        _count(head_dim, "head_dim")
+        heads = kv_heads if head_group is None else _count(head_group, "head_group", most=MAX_HEAD_GROUPS)
+        row = _row_bytes(head_dim, dtype, row_bytes)
+        group = LayerGroup(_layer_range(layers), kv_heads, heads, 2 * heads * row, 0, "mha", dtype, str(head_dim))
+        return cls((group,), layer_partition=layer_partition)
+
+    @classmethod
+    def mla(
+        cls,
+        layers: int | tuple[int, int],
+        *,
+        latent_dim: int,
+        rope_dim: int,
+        dtype: str,
+        layer_partition: int | None = None,
+        row_bytes: int | None = None,
+    ) -> KVGeometry:
+        """Multi-head latent attention: one latent row a token, the same on each rank of a tensor-parallel group.
+
+        Args:
+            layers: number of layers, or their absolute range.
+            latent_dim: elements of the compressed latent.
+            rope_dim: elements of the decoupled rotary key, stored behind the latent.
+            dtype: name of the elements' type, see `DTYPE_BYTES`; any label with `row_bytes`.
+            layer_partition: layers a shard; by default all.
+            row_bytes: bytes of one token's row, where it is packed or carries scales.
+        """
+        dim = _count(latent_dim, "latent_dim") + _count(rope_dim, "rope_dim", least=0)
+        row = _row_bytes(dim, dtype, row_bytes)
+        group = LayerGroup(_layer_range(layers), 0, 0, row, 0, "mla", dtype, f"{latent_dim}+{rope_dim}")
+        return cls((group,), layer_partition=layer_partition)
+
+    @classmethod
+    def opaque(
+        cls,
+        *,
+        engine: str,
+        backend: str,
+        version: str,
+        shape: str,
+        page_bytes: int | None = None,
+        cell_bytes: int | None = None,
+        layers: int | tuple[int, int] = 1,
+        head_groups: int | None = None,
+        dtype: str = "uint8",
+        layer_partition: int | None = None,
+    ) -> KVGeometry:
+        """Pages whose inside is the engine's own: kept and given back, sharable by cell, never across engines.
+
+        Args:
+            engine: name of the engine that lays out the rows.
+            backend: its attention backend.
+            version: version of that layout.
+            shape: what else decides the bytes, such as "2x64x8x128".
+            page_bytes: bytes of a whole page, divided evenly over layers and head groups; or
+            cell_bytes: bytes of one layer and head group of a page. They hold for one page size, which is in the
+                digest.
+            layers: number of layers, or their absolute range.
+            head_groups: cells a layer that ranks hold separately; None where each rank holds all.
+            dtype: label.
+            layer_partition: layers a shard; by default all.
+        """
+        bounds = _layer_range(layers)
+        cells = (bounds[1] - bounds[0]) * (1 if head_groups is None else _count(head_groups, "head_groups"))
+        group = LayerGroup(
+            bounds,
+            head_groups or 0,
+            0 if head_groups is None else 1,
+            0,
+            _opaque_cell(page_bytes, cell_bytes, cells),
+            "opaque",
+            dtype,
+            _label(shape, "shape"),
+        )
+        parts = (_label(engine, "engine"), _label(backend, "backend"), _label(version, "version"), shape)
+        return cls((group,), format="opaque:" + "/".join(parts), layer_partition=layer_partition)
+
+    @property
+    def layers(self) -> tuple[int, int]:
+        """Absolute range of all layers."""
+        return self.groups[0].layers[0], self.groups[-1].layers[1]
+
+    @property
+    def layer_count(self) -> int:
+        """Number of layers."""
+        return self.layers[1] - self.layers[0]
+
+    @property
+    def dtype(self) -> str:
+        """Label of the elements: the groups' dtypes, each once."""
+        return "+".join(dict.fromkeys(group.dtype for group in self.groups))
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token in all layers and heads; 0 where pages have a fixed size."""
+        return sum(group.layer_count * group.head_groups * group.token_bytes for group in self.groups)
+
+    def page_bytes(self, page_size: int) -> int:
+        """Bytes of one page in all layers and heads."""
+        check_page_size(page_size)
+        return sum(group.layer_count * group.head_groups * group.cell_bytes(page_size) for group in self.groups)
+
+    def record(self, page_size: int) -> bytes:
+        """Geometry, agreements and page size as framed fields: what the digest is over."""
+        head = frame_text(self.format) + frame_number(check_page_size(page_size)) + frame_number(self.layer_partition)
+        return frame(_RECORD_TAG) + head + b"".join(frame(group.record()) for group in self.groups)
+
+    def digest(self, page_size: int) -> str:
+        """`hg1-` and the first 16 hex digits of the record's sha256."""
+        return _digest(self, page_size)
+
+    def layer_cuts(self) -> tuple[tuple[int, int], ...]:
+        """The layer ranges of shards, in order: multiples of the partition, and where layer groups meet."""
+        cuts: list[tuple[int, int]] = []
+        for group in self.groups:
+            start, end = group.layers
+            step = self.layer_partition or MAX_LAYERS
+            inner = range(start - start % step + step, end, step)
+            edges = (start, *inner, end)
+            cuts.extend(pairwise(edges))
+        return tuple(cuts)
+
+    def anchor(self, page_size: int) -> Shard:
+        """The shard of the first layers and head group 0. It is put last, so that it tells for the page."""
+        first = self.groups[0]
+        return Shard(self.digest(page_size), self.layer_cuts()[0], 0 if first.kv_heads else None)
+
+    def describe(self) -> dict[str, Any]:
+        """The geometry for people and manifests; JSON types only."""
+        return {
+            "format": self.format,
+            "layer_partition": self.layer_partition,
+            "groups": [group.describe() for group in self.groups],
+        }
+
+
+@lru_cache(maxsize=256)
+def _digest(geometry: KVGeometry, page_size: int) -> str:
+    return "hg1-" + sha256(geometry.record(page_size)).hexdigest()[:16]
+
+
+def _row_bytes(dim: int, dtype: str, row_bytes: int | None) -> int:
+    if row_bytes is not None:
+        return _count(row_bytes, "row_bytes")
+    if dtype not in DTYPE_BYTES:
+        known = ", ".join(DTYPE_BYTES)
+        raise GeometryError(f"dtype {dtype!r:.40} has no known size: use one of {known}, or give row_bytes")
+    return dim * DTYPE_BYTES[dtype]
+
+
+def _opaque_cell(page_bytes: int | None, cell_bytes: int | None, cells: int) -> int:
+    if (page_bytes is None) == (cell_bytes is None):
+        raise GeometryError("an opaque geometry needs either page_bytes or cell_bytes: give exactly one")
+    if cell_bytes is not None:
+        return _count(cell_bytes, "cell_bytes")
+    total = _count(page_bytes, "page_bytes")
+    if total % cells:
+        raise GeometryError(
+            f"page_bytes={total} is no multiple of its {cells} cells: use {total - total % cells + cells}"
+        )
+    return total // cells
+
+
+def _check_opaque(text: object) -> None:
+    if not isinstance(text, str) or not text.startswith("opaque:") or text.count("/") != 3:
+        raise GeometryError(f"format {text!r:.80} is not {CANONICAL!r} or 'opaque:ENGINE/BACKEND/VERSION/SHAPE'")
+    for part in text.removeprefix("opaque:").split("/"):
+        _label(part, "part of the opaque format")
