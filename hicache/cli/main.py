@@ -1,0 +1,83 @@
+"""Finds the subcommand, runs it, and turns every way it can end into an exit code.
+
+0    fine
+1    something wrong was found: a wrong page, a broken invariant
+2    bad usage or input; one line says what, where and what to do
+130  interrupted
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import NoReturn, Protocol, cast
+
+from hicache.errors import HicacheError, HicacheInternalError
+
+EXIT_FINE = 0
+EXIT_WRONG = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+
+_COMMANDS = {"replay": "hicache.cli.replay"}
+
+
+class _Command(Protocol):
+    HELP: str
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
+
+    def run(self, options: argparse.Namespace) -> int: ...
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_USAGE, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line, the process's own if none is given, and return the exit code."""
+    try:
+        try:
+            code = _dispatch(arguments)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            # The reader has what it wanted. Python would try to flush again at exit, so there must be somewhere to.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            code = EXIT_FINE
+    except KeyboardInterrupt:
+        code = _complain("interrupted", code=EXIT_INTERRUPTED)
+    except HicacheInternalError as error:
+        code = _complain(f"an invariant is broken, which is a bug of hicache: {error}", code=EXIT_WRONG)
+    except HicacheError as error:
+        code = _complain(str(error), code=EXIT_USAGE)
+    except MemoryError:
+        code = _complain("out of memory; use smaller tiers", code=EXIT_USAGE)
+    return code
+
+
+def _dispatch(arguments: Sequence[str] | None) -> int:
+    parser = _Parser(prog="hicache", description="A hierarchical KV cache for LLM inference.")
+    parser.add_argument("--version", action="version", version=f"hicache {version('hicache')}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
+    loaded: dict[str, _Command] = {}
+    for name, module in _COMMANDS.items():
+        loaded[name] = cast("_Command", importlib.import_module(module))
+        loaded[name].add_arguments(commands.add_parser(name, help=loaded[name].HELP, description=loaded[name].HELP))
+    options = parser.parse_args(arguments)
+    return loaded[options.command].run(options)
+
+
+def _complain(message: str, *, code: int) -> int:
+    """One line on stderr, whatever the message holds; a closed stderr is no reason for another error."""
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"hicache: {' '.join(message.split())}\n")
+        sys.stderr.flush()
+    return code

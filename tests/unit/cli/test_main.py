@@ -1,0 +1,81 @@
+"""Every way a command can end has its exit code and one line."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from hicache.cli import main
+from hicache.cli.main import _COMMANDS
+from hicache.errors import ConfigError, HicacheInternalError, StorageUnavailable
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A command `try`, whose `run` a test sets."""
+    module: Any = ModuleType("trial")
+    module.HELP = "a trial"
+    module.add_arguments = lambda parser: parser.add_argument("--number", type=int)
+    module.run = lambda options: 0
+    monkeypatch.setitem(sys.modules, "trial", module)
+    monkeypatch.setitem(_COMMANDS, "try", "trial")
+    return module
+
+
+def raising(error: BaseException) -> Any:
+    def run(_: argparse.Namespace) -> int:
+        raise error
+
+    return run
+
+
+@pytest.mark.parametrize("code", [0, 1, 2])
+def test_code_of_the_command_is_the_code(command: Any, code: int) -> None:
+    command.run = lambda options: code
+    assert main(["try"]) == code
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (ConfigError("--x 5: too\nlarge;  use 4"), 2, "hicache: --x 5: too large; use 4"),
+        (StorageUnavailable("folder /x is gone"), 2, "hicache: folder /x is gone"),
+        (MemoryError(), 2, "hicache: out of memory; use smaller tiers"),
+        (HicacheInternalError("pins"), 1, "hicache: an invariant is broken, which is a bug of hicache: pins"),
+        (KeyboardInterrupt(), 130, "hicache: interrupted"),
+    ],
+)
+def test_errors_are_one_line(
+    command: Any, capsys: pytest.CaptureFixture[str], error: BaseException, code: int, line: str
+) -> None:
+    command.run = raising(error)
+    assert main(["try"]) == code
+    assert capsys.readouterr().err == line + "\n"
+
+
+def test_our_own_faults_are_not_hidden(command: Any) -> None:
+    command.run = raising(ZeroDivisionError())
+    with pytest.raises(ZeroDivisionError):
+        main(["try"])
+
+
+@pytest.mark.parametrize("arguments", [[], ["nonsense"], ["try", "--number", "x"], ["try", "--unknown"]])
+def test_bad_usage_is_one_line(command: Any, capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "--help" in error
+
+
+def test_version_and_help(command: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, text in ((["--version"], "hicache "), (["--help"], "replay"), (["replay", "--help"], "--page-size")):
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        assert caught.value.code == 0
+        assert text in capsys.readouterr().out
