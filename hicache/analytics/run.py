@@ -1,0 +1,230 @@
+"""From options to a finished replay: opens the cache, drives it, closes it, adds up."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import hicache
+from hicache.analytics.content import PageContent
+from hicache.analytics.prompts import IdPages, TokenPages
+from hicache.analytics.replay import Replay
+from hicache.analytics.result import ReplayResult
+from hicache.analytics.trace import TraceRequest
+from hicache.analytics.traces import Trace
+from hicache.core.eviction import policy_named
+from hicache.core.symbols import MAX_PAGE_SIZE
+from hicache.errors import ConfigError, InvalidInput
+from hicache.memory.limits import check_memory
+from hicache.runtime.cache import EmbeddedCache
+from hicache.runtime.draining import CloseReport
+from hicache.runtime.options import PREFETCH_MODES, write_policies
+from hicache.runtime.statistics import CacheStatistics
+
+CLOSE_SECONDS = 120.0  # to write what is still queued at the end
+HURRIED_SECONDS = 5.0  # the same after an interrupt
+SHOW_EVERY = 64  # requests; showing progress costs more than a request
+
+Show = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayOptions:
+    """How to replay. All checked here, before anything is opened.
+
+    Attributes:
+        device_pages: slots of the device tier; None is unlimited, which needs pages without bytes.
+        host_pages: slots of the host tier; 0 leaves it out.
+        storage: URL of the storage tier, or None.
+        page_tokens: tokens of a page, or None: each id of the trace is one page.
+        page_bytes: bytes of a page; 0: pages hold none.
+        eviction, write_policy, prefetch: as `hicache.open` takes them.
+        requests: how many to replay, or None for all.
+        speed: None for as fast as possible, else the factor to the trace's own times.
+        seed: part of the namespace, so another seed is other content and shares nothing.
+
+    Raises:
+        ConfigError: what cannot work; says which option and what to do.
+    """
+
+    device_pages: int | None = None
+    host_pages: int = 0
+    storage: str | None = None
+    page_tokens: int | None = None
+    page_bytes: int = 0
+    eviction: str = "lru"
+    write_policy: str = "write_through"
+    prefetch: str = "wait_complete"
+    requests: int | None = None
+    speed: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        policy_named(self.eviction)
+        write_policies(self.write_policy)
+        if self.prefetch not in PREFETCH_MODES:
+            raise ConfigError(f"--prefetch {self.prefetch!r:.60} is not one of {', '.join(PREFETCH_MODES)}")
+        if self.page_tokens is not None and not 1 <= self.page_tokens <= MAX_PAGE_SIZE:
+            raise ConfigError(f'--page-size {self.page_tokens}: use "trace" or 1 to {MAX_PAGE_SIZE} tokens')
+        if self.device_pages is None and self.page_bytes:
+            raise ConfigError("--device unlimited needs --page-bytes 0: bytes need memory, give a number of pages")
+        if self.storage is not None and not self.page_bytes:
+            raise ConfigError("--storage needs --page-bytes above 0: without bytes there is nothing to store")
+        if self.storage is not None and not self.host_pages:
+            raise ConfigError("--storage needs a host tier, through which its pages go: give --host above 0")
+
+    def namespace(self) -> hicache.Namespace:
+        """What the pages are; equal options on one store share pages, others never do."""
+        geometry = hicache.KVGeometry.opaque(
+            engine="hicache", backend="replay", version="1", shape="pages", page_bytes=max(self.page_bytes, 1)
+        )
+        return hicache.Namespace(
+            model="hicache-replay",
+            revision=f"seed-{self.seed}",
+            geometry=geometry,
+            page_size=self.page_tokens or 1,
+        )
+
+
+def replay(
+    trace: Trace, options: ReplayOptions, *, stop: threading.Event | None = None, progress: Show | None = None
+) -> ReplayResult:
+    """Replay a trace through a cache made for it.
+
+    Args:
+        trace: an open trace; it is read to its end or as far as `options` say.
+        options: how.
+        stop: set it (from a signal handler or another thread) to end after the request under way.
+        progress: called now and then with (done, total).
+
+    Raises:
+        InvalidInput: the trace, or what the options name, cannot be used.
+        StorageError: the storage cannot be opened.
+    """
+    prompts = IdPages() if options.page_tokens is None else TokenPages(options.page_tokens)
+    requests = itertools.islice(trace, options.requests)
+    first = next(requests, None)
+    if first is not None:
+        prompts.prompt(first)  # an unfit page size is found before anything is opened
+    pace = _Pace(trace, options, threading.Event() if stop is None else stop, progress)
+    with contextlib.closing(_open(options)) as cache:
+        driver = _driver(cache, options, prompts)
+        return _run(driver, cache, pace, itertools.chain(() if first is None else (first,), requests))
+
+
+def _open(options: ReplayOptions) -> EmbeddedCache:
+    if options.page_bytes:
+        pages = (options.device_pages or 0) + options.host_pages
+        check_memory(pages * options.page_bytes, "device and host pools together")
+    return hicache.open(
+        options.namespace(),
+        device=options.device_pages,
+        host=options.host_pages,
+        storage=options.storage,
+        eviction=options.eviction,
+        write_policy=options.write_policy,
+        prefetch=options.prefetch,
+        bytes=options.page_bytes > 0,
+    )
+
+
+def _driver(cache: EmbeddedCache, options: ReplayOptions, prompts: IdPages | TokenPages) -> Replay:
+    content = None
+    if options.page_bytes:
+        namespace = options.namespace()
+        content = PageContent(
+            namespace=namespace.digest, page_tokens=namespace.page_size, page_bytes=options.page_bytes
+        )
+    ask = functools.partial(cache.request, logits=False)
+    return Replay(ask, prompts=prompts, ready=hicache.READY, content=content, pages=cache.device)
+
+
+def _run(driver: Replay, cache: EmbeddedCache, pace: _Pace, requests: Iterable[TraceRequest]) -> ReplayResult:
+    started = time.perf_counter()
+    bad_input = ""
+    try:
+        driver.run(requests, before=pace)
+    except InvalidInput as error:
+        bad_input = str(error)  # what was reached so far is not lost
+    report = cache.close(deadline=HURRIED_SECONDS if pace.stopped else CLOSE_SECONDS)
+    seconds = time.perf_counter() - started
+    statistics = cache.statistics()
+    return driver.result(
+        bytes_device_to_host=statistics.bytes_device_to_host,
+        bytes_host_to_device=statistics.bytes_host_to_device,
+        bytes_to_storage=statistics.bytes_to_storage,
+        bytes_from_storage=statistics.bytes_from_storage,
+        shed_by_reason=dict(statistics.shed_by_reason),
+        entries_skipped=pace.trace.skipped,
+        interrupted=pace.stopped,
+        bad_input=bad_input or _refusal(statistics),
+        seconds=seconds,
+        problems=_problems(statistics),
+        warnings=tuple(_warnings(statistics, report)),
+    )
+
+
+def _problems(statistics: CacheStatistics) -> tuple[str, ...]:
+    """What the cache itself found wrong."""
+    if statistics.internal_errors:
+        return (f"{statistics.internal_errors} internal errors of the cache, which are bugs of hicache; see the log",)
+    return ()
+
+
+def _refusal(statistics: CacheStatistics) -> str:
+    """Says so when storage took nothing at all: then its place is wrong, or full."""
+    storage, failed = statistics.storage, statistics.failed_pages.get("put", 0)
+    if storage is None or not failed or statistics.bytes_to_storage or statistics.bytes_from_storage:
+        return ""
+    reasons = ", ".join(sorted(storage.by_reason)) or "unknown"
+    return f"--storage took none of {failed} pages ({reasons}): make room there, or name another place"
+
+
+def _warnings(statistics: CacheStatistics, report: CloseReport) -> Iterator[str]:
+    if not report.complete:
+        yield f"closing did not write everything down: {report.abandoned_pages} pages were under way at its deadline"
+    failed = statistics.failed_pages.get("put", 0)
+    if failed and statistics.storage is not None:
+        yield f"storage refused {failed} pages: {dict(statistics.storage.by_reason)}"
+
+
+class _Pace:
+    """What happens before each request: progress, waiting for its time, and noticing that it is time to stop."""
+
+    def __init__(self, trace: Trace, options: ReplayOptions, stop: threading.Event, show: Show | None) -> None:
+        self.trace = trace
+        self._options = options
+        self._stop = stop
+        self._show = show
+        self._seen = 0
+        self._first: float | None = None
+        self._started = time.monotonic()
+
+    def __call__(self, request: TraceRequest) -> bool:
+        if self._show is not None and self._seen % SHOW_EVERY == 0:
+            self._show(*self._done())
+        self._seen += 1
+        if self._options.speed is not None:
+            self._wait(request.time, self._options.speed)
+        return not self._stop.is_set()
+
+    @property
+    def stopped(self) -> bool:
+        """Whether somebody asked to stop."""
+        return self._stop.is_set()
+
+    def _done(self) -> tuple[int, int]:
+        if self._options.requests is None:
+            return self.trace.bytes_read, self.trace.size
+        return self._seen, self._options.requests
+
+    def _wait(self, at: float, speed: float) -> None:
+        if self._first is None:
+            self._first = at
+        due = self._started + (at - self._first) / speed
+        self._stop.wait(max(0.0, due - time.monotonic()))
