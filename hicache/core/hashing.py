@@ -63,13 +63,18 @@ class PageHasher:
     __slots__ = ("_digest", "algorithm", "hash_size", "page_size", "seed")
 
     def __init__(self, algorithm: HashAlgorithm, *, page_size: int, seed: bytes | None = None) -> None:
-        if algorithm not in _DIGEST:
+        if algorithm not in HASH_ALGORITHMS:
             raise InvalidInput(f"page hash {algorithm!r:.40} is unknown: use one of {', '.join(HASH_ALGORITHMS)}")
         self.algorithm = algorithm
         self.page_size = check_page_size(page_size)
         self.seed = seed
         self._digest = _DIGEST[algorithm]
         self.hash_size = len(self._digest(b""))
+
+    @property
+    def size(self) -> int:
+        """`hash_size`, by the name under which trees ask for it."""
+        return self.hash_size
 
     def extend(self, parent: bytes | None, symbols: bytes, pages: int) -> bytes:
         """Hashes of consecutive pages, glued together: `pages * hash_size` bytes.

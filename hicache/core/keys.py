@@ -108,7 +108,7 @@ class ObjectKey:
 
     @property
     def name(self) -> str:
-        """The object's name, relative, at most 165 ASCII characters with two slashes."""
+        """The object's name, relative, at most 159 ASCII characters with two slashes."""
         return f"{self.namespace.hex()}/{self.generation}/{self.page_hash.hex()}{self.shard.suffix}"
 
     @classmethod

@@ -1,0 +1,360 @@
+"""The core of the cache: a reducer. Verbs and completions in, transfers and events out.
+
+It does no I/O, reads no clock and starts no thread. The caller holds one lock around every call, executes the
+transfers in `actions`, and reports each end with `complete`. Every verb that takes slots goes in this order: walk, pin,
+take (which may evict, trim and merge), walk again, fill (which never evicts).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hicache.core import invariants
+from hicache.core.config import CoreConfig
+from hicache.core.copies import Copies
+from hicache.core.prefetch import Loader
+from hicache.core.prompt import Hasher, Prompt
+from hicache.core.reasons import RequestCounts, count
+from hicache.core.registry import DEVICE, HOST, Registry
+from hicache.core.residency import NO_SLOTS, Slots, SlotState
+from hicache.core.room import SWEEP_PAGES, Room
+from hicache.core.statistics import CoreStatistics, snapshot
+from hicache.core.transferlog import TransferLog
+from hicache.core.transfers import Lease, Transfer, TransferKind
+from hicache.core.tree import HiRadixTree
+from hicache.core.writeback import Writer
+from hicache.errors import InvalidInput, OutOfSlots
+from hicache.events import Cleared, Event
+from hicache.records import Match, PageResult
+
+if TYPE_CHECKING:
+    from hicache.core.node import Path
+
+
+class Core:
+    """All trees and slots of one cache. Not thread-safe: the caller holds one lock around every call.
+
+    Attributes:
+        config: its settings.
+        registry: shared state of the trees.
+        log: the transfers.
+    """
+
+    __slots__ = ("_copies", "_leases", "_loader", "_room", "_trees", "_writer", "config", "log", "registry")
+
+    def __init__(self, config: CoreConfig) -> None:
+        self.config = config
+        self.registry = Registry(config)
+        self._copies = Copies(self.registry)
+        self._room = Room(self._copies)
+        self.log = TransferLog(self._copies)
+        self._writer = Writer(self.log, self._room)
+        self._loader = Loader(self.log, self._room)
+        self._trees: dict[bytes, HiRadixTree] = {}
+        self._leases: set[Lease] = set()
+
+    @property
+    def actions(self) -> deque[Transfer]:
+        """Transfers to be executed, first in first out. The runtime takes them away under the lock."""
+        return self.log.actions
+
+    @property
+    def finished(self) -> list[Transfer]:
+        """Transfers that have ended since the runtime last cleared this list."""
+        return self.log.finished
+
+    @property
+    def events(self) -> list[Event]:
+        """Residency events since the runtime last cleared this list."""
+        return self.registry.events
+
+    @property
+    def trees(self) -> list[HiRadixTree]:
+        """The live trees."""
+        return list(self._trees.values())
+
+    def tree(self, namespace: bytes, *, width: int, hasher: Hasher, generation: int = 0) -> HiRadixTree:
+        """The live tree of a derived namespace, made on first use with that generation."""
+        tree = self._trees.get(namespace)
+        if tree is None:
+            tree = HiRadixTree(self.registry, namespace, generation=generation, width=width, hasher=hasher)
+            self._trees[namespace] = tree
+        return tree
+
+    # ---- looking
+
+    def match(self, tree: HiRadixTree, prompt: Prompt, limit: int | None = None) -> Match:
+        """How far the prompt's first `limit` pages are usable, by tier. Changes nothing that anyone could see."""
+        return self._match(tree.walk(prompt, limit))
+
+    def _match(self, path: Path) -> Match:
+        device = HiRadixTree.resident_pages(path, DEVICE)
+        if not self.config.host_pages:
+            return Match(device)
+        host = max(device, HiRadixTree.resident_pages(path, HOST))
+        stored = max(host, HiRadixTree.believed_pages(path)) if self.config.storage else host
+        return Match(device, host - device, stored - host)
+
+    # ---- requests
+
+    def lease(self, tree: HiRadixTree, prompt: Prompt, *, limit: int | None = None, priority: int = 0) -> Lease:
+        """Pin what is usable of a prompt, at most its first `limit` pages, and mark it as used now.
+
+        It walks anew, so it may find less than an earlier match. The caller owns the lease and must `release` it.
+        """
+        limit = prompt.pages if limit is None else max(0, min(limit, prompt.pages))
+        lease = Lease(tree, prompt, limit, priority)
+        self._leases.add(lease)
+        if not tree.live:
+            return lease
+        registry = self.registry
+        registry.tick += 1
+        path = tree.walk(prompt)
+        if not path:
+            return lease
+        last, pages = path[-1]
+        if pages < last.pages:
+            tree.split(last, pages)  # else the rest, which is older, would become as recent as this use
+        for node, _ in path:
+            registry.use(node, priority)
+        held, resident = tree.held(path, DEVICE)
+        lease.device = min(resident, limit)
+        lease.pins[DEVICE] = self._copies.pin(DEVICE, tree, held[: lease.device])
+        if self.config.host_pages:
+            held, on_host = tree.held(path, HOST)
+            on_host = min(on_host, limit)
+            lease.pins[HOST] = self._copies.pin(HOST, tree, held[:on_host])
+            host = max(lease.device, on_host)
+            stored = max(host, min(limit, HiRadixTree.believed_pages(path)))
+            lease.match = Match(lease.device, host - lease.device, stored - host)
+        else:
+            lease.match = Match(lease.device)
+        return lease
+
+    def believe(self, lease: Lease, upto: int) -> None:
+        """Storage was probed: the pages behind `lease.match`, up to page index `upto`, are there."""
+        self._loader.believe(lease, upto)
+
+    def prefetch(self, lease: Lease, upto: int | None = None) -> int:
+        """Begin bringing pages up to index `upto` (default: all that are believed) into HOST.
+
+        Returns the page index that HOST will reach when nothing fails; fewer slots shorten it.
+        """
+        return self._loader.prefetch(lease, upto)
+
+    def load(self, lease: Lease, upto: int | None = None) -> int:
+        """Begin bringing what HOST has into DEVICE. Returns the page index that DEVICE will reach."""
+        return self._loader.load(lease, upto)
+
+    def allocate(self, lease: Lease, pages: int) -> Slots:
+        """Private DEVICE slots for the request's next pages: all or nothing.
+
+        Takes free slots, then evicts clean pages, then drops dirty ones. The lease owns the slots until they are
+        committed, or until its release.
+
+        Raises:
+            OutOfSlots: not so many can be had now. Nothing was evicted.
+        """
+        if lease.closed:
+            raise InvalidInput("allocate: the request is closed")
+        if pages < 0:
+            raise InvalidInput(f"allocate: {pages} pages is negative")
+        if lease.start is None:
+            lease.start = lease.committed = lease.device
+        if not pages:
+            return NO_SLOTS
+        table = self.registry.tables[DEVICE]
+        if not table.growing and self._room.available(DEVICE) < pages:
+            raise OutOfSlots(
+                asked=pages,
+                free=table.counts[SlotState.FREE],
+                evictable=self._room.available(DEVICE) - table.counts[SlotState.FREE],
+                capacity=table.capacity,
+            )
+        slots = self._room.take(DEVICE, pages)
+        assert len(slots) == pages
+        lease.own = _joined(lease.own, slots)
+        return slots
+
+    def commit(self, lease: Lease, upto: int, *, ready: bool) -> Transfer | None:
+        """Hand the private slots of the pages up to index `upto` to the tree.
+
+        With `ready` their bytes are written, and they become visible at once if what is in front of them is. Else
+        the returned WRITE transfer is to be completed when the writer's event has passed; it is not an action.
+
+        Nothing is published, and the slots stay private until the release, for pages that the tree holds already and
+        where the pages in front are no longer held in DEVICE: hanging them anywhere else would be a wrong hit.
+
+        Raises:
+            InvalidInput: pages without slots, or a closed request.
+        """
+        if lease.closed:
+            raise InvalidInput("commit: the request is closed")
+        start = 0 if lease.start is None else lease.start
+        first = lease.committed if lease.start is not None else 0
+        if upto > min(start + len(lease.own), lease.prompt.pages):
+            raise InvalidInput(
+                f"commit: page {upto} is behind the last one that can be committed: {len(lease.own)} slots were "
+                f"allocated from page {start} on, and the prompt has {lease.prompt.pages} whole pages"
+            )
+        if upto <= first:
+            return None
+        lease.committed = upto
+        tree, prompt = lease.tree, lease.prompt
+        if not tree.live:
+            return None
+        self.registry.tick += 1
+        held, _ = tree.held(tree.walk(prompt, upto), DEVICE)
+        at = len(held)
+        if at < first:
+            return None
+        fresh = lease.own[at - start : upto - start]
+        if not len(fresh):
+            self.log.hold(lease, DEVICE, held, at)
+            return None
+        path = self._copies.fill(DEVICE, tree, prompt, at, fresh, hits=1, extend_from=start)
+        for node, _ in path:
+            self.registry.use(node, lease.priority)
+        if not at:
+            self.registry.ghosts.met_first_page(tree.namespace, prompt.symbols[: prompt.width])
+        self.log.hold(lease, DEVICE, _joined(held, fresh), upto)
+        return self._written(lease, path, at, fresh, ready=ready)
+
+    def _written(self, lease: Lease, path: Path, at: int, fresh: Slots, *, ready: bool) -> Transfer | None:
+        tree = lease.tree
+        table = self.registry.tables[DEVICE]
+        if ready:
+            table.verified[fresh] = True
+            for node, _ in path:
+                if node.first + node.pages > at:
+                    self._copies.publish(DEVICE, node)
+                    break
+            if table.state[fresh[-1]] == SlotState.RESIDENT:
+                self.log.end_settled()
+                self._writer.used(path)
+                return None
+        pins = lease.pins[DEVICE]
+        assert pins is not None
+        pins.holders += 1
+        transfer = self.log.begin(TransferKind.WRITE, tree, first=at, target_slots=fresh, pins=[pins])
+        if not ready:
+            return transfer
+        # Another request's pages in front are still being written: wait for them like any finished transfer.
+        transfer.completed = True
+        self.log.end_settled()
+        self.log.end_or_wait(transfer)
+        return None
+
+    def extend(self, lease: Lease, prompt: Prompt) -> None:
+        """The request's prompt has grown by decoding; its whole pages must begin with the old ones."""
+        if not prompt.symbols.startswith(lease.prompt.symbols):
+            raise InvalidInput("extend: the longer prompt does not begin with the request's own")
+        lease.prompt = prompt
+
+    def withdraw_interest(self, lease: Lease) -> None:
+        """The lease waits no longer for what is on its way. What only it wanted is cut."""
+        self.log.withdraw_interest(lease)
+
+    def release(self, lease: Lease, *, aborted: bool = False) -> RequestCounts:
+        """Give back all pins and private slots, and count the request, once. A second call returns the same."""
+        if lease.counts is not None:
+            return lease.counts
+        self.log.withdraw_interest(lease)
+        lease.closed = True
+        self._leases.discard(lease)
+        lease.counts = count(lease, self.registry.ghosts, aborted=aborted)
+        if len(lease.own):
+            table = self.registry.tables[DEVICE]
+            private = lease.own[table.state[lease.own] == SlotState.PRIVATE]
+            if len(private):
+                table.give_back(private)
+        if lease.tree.live:
+            self._count_use(lease)
+        for pins in (*lease.pins, *lease.spare_pins):
+            if pins is not None:
+                self._copies.drop(pins)
+        lease.pins = [None, None]
+        lease.spare_pins = []
+        return lease.counts
+
+    def _count_use(self, lease: Lease) -> None:
+        # Fresh pages have had their first use at commit; only what was there before counts once more.
+        if not lease.match.device + lease.match.host and not lease.device:
+            return
+        path = lease.tree.walk(lease.prompt, max(lease.device, lease.match.device + lease.match.host))
+        for node, _ in path:
+            node.hits += 1
+        self._writer.used(path)
+
+    # ---- completions and upkeep
+
+    def complete(self, transfer_id: int, results: Sequence[PageResult]) -> None:
+        """The I/O of a transfer has ended: one result a page, in order.
+
+        Must be called exactly once for each transfer, cancelled ones included: their slots are quarantined until then.
+
+        Raises:
+            HicacheInternalError: no such transfer, completed before, or a wrong number of results; nothing changed.
+        """
+        for node in self.log.complete(transfer_id, results):
+            self._writer.filled(node)
+        self._loader.forget_stubs()
+
+    def flush(self) -> int:
+        """Plan the writes that keep the clean reserve. Returns the pages begun."""
+        return self._writer.flush()
+
+    def drain(self, limit: int = 512) -> int:
+        """Begin writing down what is dirty, root first; 0 when a whole pass found nothing to begin."""
+        return self._writer.drain(self.trees, limit)
+
+    def clear(self, tree: HiRadixTree) -> HiRadixTree:
+        """End a tree and begin its namespace's next generation, in O(1) but for transfers that wait.
+
+        Its slots are freed in slices by `sweep`. Leases on it keep what they have, and publish nothing any more.
+        """
+        if not tree.live:
+            return self._trees[tree.namespace]
+        tree.live = False
+        self.registry.drop_stubs(tree)
+        self._room.bury(tree)
+        self._copies.settle_tree(tree)
+        self.log.end_settled()
+        if self.config.events:
+            self.registry.events.append(Cleared(tree.namespace, tree.generation))
+        del self._trees[tree.namespace]
+        return self.tree(tree.namespace, width=tree.width, hasher=tree.hasher, generation=tree.generation + 1)
+
+    def sweep(self, pages: int = SWEEP_PAGES) -> int:
+        """Free cleared slots, about `pages` of them. Returns how many are left."""
+        return self._room.sweep(pages)
+
+    def evict(self, tier: int, pages: int) -> int:
+        """Free up to `pages` slots of an owned tier as its policy says. Returns how many were freed."""
+        return self._copies.evict(tier, pages)
+
+    def available(self, tier: int) -> int:
+        """Slots of an owned tier that could be taken now."""
+        return self._room.available(tier)
+
+    def statistics(self) -> CoreStatistics:
+        """A snapshot."""
+        return snapshot(self.registry, self.log, len(self._leases))
+
+    def check(self) -> None:
+        """Check every invariant, slowly.
+
+        Raises:
+            HicacheInternalError: one is broken.
+        """
+        invariants.check(self._copies, self.log, self._room, self.trees, self._leases)
+
+
+def _joined(first: Slots, second: Slots) -> Slots:
+    if not len(first):
+        return second
+    return np.concatenate((first, second)) if len(second) else first

@@ -1,0 +1,80 @@
+"""Settings of the core, checked once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+
+from hicache.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class EdgePolicy:
+    """When pages are written down over one edge (DEVICE to HOST, or HOST to STORAGE).
+
+    Attributes:
+        hits: from the k-th use on; 1 means at commit, None means never because of use.
+        on_eviction: keep a clean reserve by writing the coldest dirty pages before their slots are needed.
+    """
+
+    hits: int | None = 1
+    on_eviction: bool = False
+
+    def __post_init__(self) -> None:
+        if self.hits is not None and self.hits < 1:
+            raise ConfigError(f"write policy: hits={self.hits} is not 1 or more; None turns it off")
+
+
+WRITE_POLICIES: Final = {
+    "write_through": EdgePolicy(1),
+    "write_through_selective": EdgePolicy(2),
+    "write_back": EdgePolicy(None, on_eviction=True),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class CoreConfig:
+    """What the core needs to know.
+
+    Attributes:
+        device_pages: slots of the DEVICE tier; None lets it grow without bound (simulation).
+        host_pages: slots of the HOST tier; 0 is no HOST tier.
+        storage: whether there is a STORAGE tier; it stages through HOST.
+        eviction: name of a policy in `hicache.core.eviction.POLICIES`.
+        device_to_host, host_to_storage: write policies of the two edges.
+        fetch_pages: a STORAGE to HOST transfer has at most so many pages, so that a deadline keeps what came.
+        reserve: share of a tier's pages that `on_eviction` keeps free or clean.
+        stub_pages: pages known only to be in storage that the trees remember; each costs its tokens.
+        ghost_pages: hashes of pages gone that are remembered for miss reasons.
+        span_bytes: bound of a node's symbols in bytes.
+        events: whether to produce residency events.
+    """
+
+    device_pages: int | None
+    host_pages: int = 0
+    storage: bool = False
+    eviction: str = "lru"
+    device_to_host: EdgePolicy = field(default_factory=EdgePolicy)
+    host_to_storage: EdgePolicy = field(default_factory=EdgePolicy)
+    fetch_pages: int = 32
+    reserve: float = 1 / 16
+    stub_pages: int = 262_144
+    ghost_pages: int = 65_536
+    span_bytes: int = 65_536
+    events: bool = False
+
+    def __post_init__(self) -> None:
+        if self.device_pages is not None and self.device_pages < 1:
+            raise ConfigError(f"device_pages={self.device_pages}: the device tier needs at least one page")
+        if self.host_pages < 0:
+            raise ConfigError(f"host_pages={self.host_pages} is negative; 0 leaves the host tier out")
+        if self.storage and not self.host_pages:
+            raise ConfigError("storage stages through the host tier, which has 0 pages: give host pages, or no storage")
+        for name in ("fetch_pages", "span_bytes"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} is not 1 or more")
+        for name in ("stub_pages", "ghost_pages"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name}={getattr(self, name)} is negative")
+        if not 0 <= self.reserve <= 1:
+            raise ConfigError(f"reserve={self.reserve} is not a share between 0 and 1")

@@ -1,0 +1,367 @@
+"""How pages come and go in the owned tiers: pin, fill, publish, cut.
+
+Everything that changes residency does it through `Copies`, so the rules that keep a tier usable stand in one place:
+
+* What a tier holds is closed under prefixes. A page is published only when its parent is resident; a cut takes what
+  lies below with it.
+* A slot that is taken away while something pins it goes to quarantine, and is free at its last unpin.
+* A finished transfer keeps its pins until each of its pages is visible or detached, so every FILLING page is pinned.
+  One wait mark, on its last attached filling page, is enough: pages become visible in order, and a cut takes tails.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hicache.core.registry import DEVICE, HOST, Registry
+from hicache.core.residency import NO_SLOTS, SlotEvent, Slots, SlotState
+from hicache.core.transfers import PinSet, Transfer
+from hicache.events import Removed, Stored
+from hicache.records import MissReason, Tier
+
+if TYPE_CHECKING:
+    from hicache.core.node import Node, Path
+    from hicache.core.prompt import Prompt
+    from hicache.core.tree import HiRadixTree
+
+
+class Copies:
+    """Residency of all trees of one core. Not thread-safe.
+
+    Attributes:
+        registry: the shared state.
+        settled: finished transfers whose wait mark was reached, for `Core` to end.
+    """
+
+    __slots__ = ("_waits", "registry", "settled")
+
+    def __init__(self, registry: Registry) -> None:
+        self.registry = registry
+        self.settled: list[Transfer] = []
+        self._waits: tuple[dict[int, Transfer], dict[int, Transfer]] = ({}, {})
+
+    # ---- pins
+
+    def pin(self, tier: int, tree: HiRadixTree, slots: Slots, base: PinSet | None = None) -> PinSet:
+        """Pin a root-prefix of a tier as it stands in the live tree: `slots` from the root on.
+
+        If it begins with the whole of `base`, only the rest is pinned and `base` is kept; a set that adds nothing
+        is `base` itself, held once more. The caller owns one hold of what is returned.
+        """
+        if base is not None and base.end and base.end <= len(slots) and slots[base.end - 1] == base.last_slot():
+            # The slot is pinned, so it was not reused: it is still attached, and so is all in front of it.
+            base.holders += 1
+            if base.end == len(slots):
+                return base
+            slots = slots[base.end :]
+        else:
+            base = None
+        if len(slots):
+            table = self.registry.tables[tier]
+            pins = table.pins[slots]
+            fresh = slots[pins == 0] if not pins.all() else NO_SLOTS
+            table.pins[slots] = pins + 1
+            if len(fresh):
+                resident = int(np.count_nonzero(table.state[fresh] == SlotState.RESIDENT))
+                table.pinned += resident
+                tree.pinned[tier] += resident
+        return PinSet(tier, tree, slots, base)
+
+    def drop(self, pins: PinSet) -> None:
+        """Give back one hold of a set; the last one unpins it, and then what it continued."""
+        link: PinSet | None = pins
+        while link is not None:
+            link.holders -= 1
+            if link.holders:
+                return
+            self._unpin(link)
+            link = link.base
+
+    def _unpin(self, pins: PinSet) -> None:
+        slots, tier, tree = pins.slots, pins.tier, pins.tree
+        if not len(slots):
+            return
+        table = self.registry.tables[tier]
+        left = table.pins[slots] - 1
+        table.pins[slots] = left
+        loose = slots if not left.any() else slots[left == 0]
+        if not len(loose):
+            return
+        states = table.state[loose]
+        gone = loose[states == SlotState.QUARANTINED]
+        if len(gone):
+            table.reclaim(gone)
+        if not tree.live:
+            # What was cleared and is not swept yet counts as quarantined; the sweep frees what nothing pins.
+            self._loosen_grave(tier, tree, len(loose) - len(gone))
+            return
+        resident = int(np.count_nonzero(states == SlotState.RESIDENT))
+        table.pinned -= resident
+        tree.pinned[tier] -= resident
+        # Wake the owner of the deepest slot that is still attached: it may be a candidate now.
+        owner = table.owner[slots[-1]]
+        if owner < 0:
+            owners = table.owner[slots]
+            attached = owners[owners >= 0]
+            if not len(attached):
+                return
+            owner = attached[-1]
+        self.registry.candidates[tier].file(self.registry.node(int(owner)))
+
+    def _loosen_grave(self, tier: int, tree: HiRadixTree, pages: int) -> None:
+        # A dead tree's `pinned` counts its unswept slots that are pinned, resident and filling alike.
+        tree.pinned[tier] -= pages
+
+    # ---- filling
+
+    def fill(
+        self, tier: int, tree: HiRadixTree, prompt: Prompt, at: int, slots: Slots, *, hits: int, extend_from: int | None
+    ) -> Path:
+        """Attach PRIVATE slots as the FILLING copies of pages `at`.. of a prompt, behind what the tier holds.
+
+        Never evicts. Returns the path up to the last of them.
+        """
+        path = tree.grow(prompt, at + len(slots), hits=hits, extend_from=extend_from)
+        self.fill_path(tier, tree, path, slots)
+        return path
+
+    def fill_path(self, tier: int, tree: HiRadixTree, path: Path, slots: Slots) -> None:
+        """`fill` for nodes that are there already."""
+        registry = self.registry
+        table = registry.tables[tier]
+        table.advance(slots, SlotState.PRIVATE, SlotEvent.RESERVE)
+        tree.filling[tier] += len(slots)
+        used = 0
+        for node, pages in path:
+            held = node.slots[tier]
+            have = len(held)
+            if have >= pages:
+                continue
+            mine = slots[used : used + pages - have]
+            used += len(mine)
+            if not have and node.parent is not None and not node.parent.is_root():
+                node.parent.below[tier] += 1
+            node.slots[tier] = np.concatenate((held, mine)) if have else mine
+            table.owner[mine] = node.id
+            table.depth[mine] = np.arange(node.first + have, node.first + have + len(mine), dtype=np.int32)
+            registry.count_stubs(node)
+            if used == len(slots):
+                break
+        assert used == len(slots)
+
+    # ---- publication, in chain order
+
+    def publish(self, tier: int, node: Node) -> None:
+        """Make the verified pages of a node visible as far as their parents are, and go on below."""
+        registry = self.registry
+        table = registry.tables[tier]
+        todo = [node]
+        while todo:
+            node = todo.pop()
+            parent = node.parent
+            if parent is None or (not parent.is_root() and parent.resident[tier] < parent.pages):
+                continue
+            resident = node.resident[tier]
+            filling = node.slots[tier][resident:]
+            if len(filling):
+                verified = table.verified[filling]
+                ready = filling if verified.all() else filling[: int(verified.argmin())]
+                if len(ready):
+                    self._make_visible(tier, node, resident, ready)
+            if node.resident[tier] == node.pages and node.below[tier]:
+                todo += [child for child in node.children.values() if len(child.slots[tier])]
+
+    def _make_visible(self, tier: int, node: Node, resident: int, slots: Slots) -> None:
+        registry, tree = self.registry, node.tree
+        table = registry.tables[tier]
+        pages = len(slots)
+        table.advance(slots, SlotState.FILLING, SlotEvent.PUBLISH)
+        pinned = int(np.count_nonzero(table.pins[slots]))
+        table.pinned += pinned
+        tree.pinned[tier] += pinned
+        tree.filling[tier] -= pages
+        tree.resident[tier] += pages
+        node.resident[tier] = resident + pages
+        if registry.config.events:
+            self.tell_stored(Tier(tier), node, resident, resident + pages)
+        if self._waits[tier]:
+            self._settle(tier, slots)
+        registry.candidates[tier].file(node)
+        if tier == HOST:
+            registry.candidates[DEVICE].refile(node)  # it has become clean
+
+    # ---- cutting
+
+    def cut(self, tier: int, node: Node, keep: int, reason: MissReason) -> None:
+        """Take from a tier the pages behind the first `keep` of a node, and all below them, whoever fills them.
+
+        The trees are tidied only when the whole cut is done.
+        """
+        todo, cut = [(node, keep)], []
+        while todo:
+            here, left = todo.pop()
+            cut.append((here, left))
+            if here.below[tier]:
+                todo += [(child, 0) for child in here.children.values() if len(child.slots[tier])]
+        for here, left in reversed(cut):
+            self._detach(tier, here, left, reason)
+        for here, _ in reversed(cut):
+            if here.alive:
+                here.tree.trim(here, reason)
+
+    def _detach(self, tier: int, node: Node, keep: int, reason: MissReason) -> None:
+        registry, tree = self.registry, node.tree
+        table = registry.tables[tier]
+        held = node.slots[tier]
+        if keep >= len(held):
+            return
+        resident = node.resident[tier]
+        gone = held[keep:]
+        lost = resident - keep
+        if lost > 0:
+            if registry.config.events:
+                self._tell_removed(Tier(tier), node, keep, resident, reason)
+            taken = held[keep:resident]
+            pinned = int(np.count_nonzero(table.pins[taken]))
+            table.pinned -= pinned
+            tree.pinned[tier] -= pinned
+            table.advance(taken, SlotState.RESIDENT, SlotEvent.DETACH)
+            tree.resident[tier] -= lost
+            node.resident[tier] = keep
+        unfilled = held[max(resident, keep) :]
+        if len(unfilled):
+            table.advance(unfilled, SlotState.FILLING, SlotEvent.DETACH)
+            tree.filling[tier] -= len(unfilled)
+        node.slots[tier] = held[:keep] if keep else NO_SLOTS
+        table.owner[gone] = -1
+        if self._waits[tier]:
+            self._settle(tier, gone)
+        loose = gone[table.pins[gone] == 0]
+        if len(loose):
+            table.reclaim(loose)
+        registry.count_stubs(node)
+        candidates = registry.candidates[tier]
+        if keep:
+            candidates.file(node)
+        elif node.parent is not None and not node.parent.is_root():
+            node.parent.below[tier] -= 1
+            candidates.file(node.parent)
+        if tier == HOST:
+            registry.candidates[DEVICE].refile(node)  # it may have become dirty
+
+    # ---- eviction
+
+    def evict(self, tier: int, pages: int, *, dirty: bool = True, older_than: object = None) -> int:
+        """Free up to `pages` slots, coldest leaf first, the clean before the dirty. Returns how many."""
+        registry = self.registry
+        table, candidates = registry.tables[tier], registry.candidates[tier]
+        got = 0
+        while got < pages:
+            node = candidates.coldest(dirty=False, older_than=older_than)
+            if node is None and dirty:
+                node = candidates.coldest(dirty=True, older_than=older_than)
+            if node is None:
+                break
+            resident = node.resident[tier]
+            slots = node.slots[tier]
+            keep = int(np.count_nonzero(table.pins[slots])) if table.pins[slots[0]] else 0
+            if candidates.is_dirty(node):
+                # Only the dirty tail: what is in front of it is clean, and other clean pages may be colder.
+                keep = max(keep, node.believed if tier == HOST else max(node.resident[HOST], node.believed))
+            taken = min(pages - got, resident - keep)
+            if candidates.is_dirty(node):
+                registry.dropped_dirty[tier] += taken
+            registry.evicted[tier] += taken
+            candidates.unfile(node)
+            self.cut(tier, node, resident - taken, MissReason.EVICTED)
+            got += taken
+        return got
+
+    # ---- wait marks
+
+    def wait(self, tier: int, transfer: Transfer) -> bool:
+        """Mark the last attached filling page of a finished transfer. False if there is none: it has ended."""
+        slots = transfer.target_slots
+        if slots is None or not transfer.tree.live:
+            return False
+        table = self.registry.tables[tier]
+        hanging = slots[(table.state[slots] == SlotState.FILLING) & (table.filler[slots] == transfer.id)]
+        if not len(hanging):
+            return False
+        last = int(hanging[-1])
+        table.waiting[last] = True
+        self._waits[tier][last] = transfer
+        return True
+
+    def _settle(self, tier: int, slots: Slots) -> None:
+        table = self.registry.tables[tier]
+        for slot in slots[table.waiting[slots]].tolist():
+            table.waiting[slot] = False
+            self.settled.append(self._waits[tier].pop(slot))
+
+    def settle_tree(self, tree: HiRadixTree) -> None:
+        """A tree was cleared: whatever waited for its pages ends."""
+        for tier in (DEVICE, HOST):
+            waits = self._waits[tier]
+            for slot in [slot for slot, transfer in waits.items() if transfer.tree is tree]:
+                self.registry.tables[tier].waiting[slot] = False
+                self.settled.append(waits.pop(slot))
+
+    def waiting_transfers(self, tier: int) -> dict[int, Transfer]:
+        """Finished transfers by the slot that they wait for. For the invariants' checker."""
+        return self._waits[tier]
+
+    # ---- beliefs
+
+    def raise_belief(self, node: Node) -> None:
+        """Advance what is believed to be in STORAGE over pages whose puts have been acknowledged."""
+        stored = self.registry.tables[HOST].stored
+        todo = [node]
+        while todo:
+            node = todo.pop()
+            parent = node.parent
+            if parent is None or (not parent.is_root() and parent.believed < parent.pages):
+                continue
+            acknowledged = stored[node.slots[HOST][node.believed :]]
+            if len(acknowledged):
+                more = len(acknowledged) if acknowledged.all() else int(acknowledged.argmin())
+                self.set_belief(node, node.believed + more)
+            if node.believed == node.pages:
+                todo += [child for child in node.children.values() if len(child.slots[HOST]) > child.believed]
+
+    def set_belief(self, node: Node, pages: int) -> None:
+        """Believe that exactly the first `pages` pages of a node are in STORAGE."""
+        registry = self.registry
+        before = node.believed
+        if pages == before:
+            return
+        if pages < before and registry.config.events:
+            self._tell_removed(Tier.STORAGE, node, pages, before, MissReason.EVICTED)
+        node.believed = pages
+        if pages < before:
+            registry.tables[HOST].stored[node.slots[HOST][pages:]] = False
+        elif registry.config.events:
+            self.tell_stored(Tier.STORAGE, node, before, pages)
+        registry.count_stubs(node)
+        for tier in (DEVICE, HOST):
+            registry.candidates[tier].refile(node)
+
+    # ---- events
+
+    def tell_stored(self, tier: Tier, node: Node, first: int, end: int) -> None:
+        """Report pages of a node as visible in a tier."""
+        tree = node.tree
+        hashes = tree.hashes(node, first, end)
+        parent = tree.hashes(node, first - 1, first)[0] if first else tree.hash_before(node)
+        symbols = node.span[first * tree.width : end * tree.width]
+        self.registry.events.append(
+            Stored(tree.namespace, tree.generation, tier, tuple(hashes), parent, node.first + first, symbols)
+        )
+
+    def _tell_removed(self, tier: Tier, node: Node, first: int, end: int, reason: MissReason) -> None:
+        tree = node.tree
+        hashes = tree.hashes(node, first, end)
+        hashes.reverse()
+        self.registry.events.append(Removed(tree.namespace, tree.generation, tier, tuple(hashes), reason.value))

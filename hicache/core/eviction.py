@@ -1,0 +1,165 @@
+"""Which page goes next: policies as small pure functions, and lazy heaps of candidates.
+
+What a tier holds is closed under prefixes, so only a tier's leaf can go: a node with resident pages, nothing filling,
+and no child that holds anything in that tier. Candidates are filed in a heap when they become one; an entry is looked
+at again only when it is popped, and one that is pinned is dropped there: the unpin files it anew.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from math import log2
+from typing import TYPE_CHECKING, Any, Final
+
+from hicache.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hicache.core.node import Node
+    from hicache.core.residency import SlotTable
+
+Policy = Callable[["Node"], Any]
+"""Maps a node's use to a sortable key: the smallest goes first. A key may only grow with use, never by itself."""
+
+POLICIES: Final[dict[str, Policy]] = {
+    "lru": lambda node: node.stamp,
+    "lfu": lambda node: node.heat,
+    "slru": lambda node: (node.hits > 1, node.stamp),
+    "priority": lambda node: (node.priority, node.stamp),
+}
+
+HALF_LIFE: Final = 4096.0
+"""Ticks (leases, roughly) after which a use counts half for `lfu`."""
+
+
+def heated(heat: float, tick: int) -> float:
+    """The frequency of a node after one more use at `tick`.
+
+    It is the logarithm of the sum of 2^(t / HALF_LIFE) over its uses t: an exponentially forgetting frequency that
+    can be compared at any later time without being recomputed (the LRFU family: D. Lee and others, "LRFU: a spectrum
+    of policies", IEEE Transactions on Computers 50(12), 2001).
+    """
+    now = tick / HALF_LIFE
+    return now + log2(1.0 + 2.0 ** (heat - now))
+
+
+def first_heat(tick: int) -> float:
+    """The frequency of a node used once, at `tick`."""
+    return tick / HALF_LIFE
+
+
+def register_policy(name: str, policy: Policy) -> None:
+    """Add an eviction policy under a new name.
+
+    Raises:
+        ConfigError: the name is taken.
+    """
+    if name in POLICIES:
+        raise ConfigError(f"eviction policy {name!r} exists already: choose another name")
+    POLICIES[name] = policy
+
+
+def policy_named(name: str) -> Policy:
+    """The policy of that name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    policy = POLICIES.get(name)
+    if policy is None:
+        raise ConfigError(f"unknown eviction policy {name!r}: one of {', '.join(sorted(POLICIES))}")
+    return policy
+
+
+class Candidates:
+    """The leaves of one tier that could give up pages, the clean apart from the dirty.
+
+    Clean means that every resident page of the node has an acknowledged copy below. Clean pages lie in front of dirty
+    ones, so a node is dirty because of its tail.
+    """
+
+    __slots__ = ("_clean", "_heaps", "_number", "policy", "table", "tier")
+
+    def __init__(self, table: SlotTable, policy: Policy, clean: Callable[[Node], int]) -> None:
+        """`clean(node)` says how many leading pages of a node have a copy below this tier."""
+        self.table = table
+        self.tier = int(table.tier)
+        self.policy = policy
+        self._clean = clean
+        self._heaps: tuple[list[tuple[Any, int, Node]], list[tuple[Any, int, Node]]] = ([], [])
+        self._number = 0
+
+    def is_candidate(self, node: Node) -> bool:
+        """Whether its last page could be taken now."""
+        tier = self.tier
+        resident = node.resident[tier]
+        if not resident or node.below[tier] or not node.alive or not node.pages:
+            return False
+        slots = node.slots[tier]
+        return len(slots) == resident and not self.table.pins[slots[-1]]
+
+    def is_dirty(self, node: Node) -> bool:
+        """Whether its last resident page has no copy below."""
+        return node.resident[self.tier] > self._clean(node)
+
+    def file(self, node: Node) -> None:
+        """Make it a candidate if it is one. Cheap, harmless when repeated."""
+        if not self.is_candidate(node):
+            return
+        tier = self.tier
+        dirty = self.is_dirty(node)
+        if node.filed[tier] and node.filed_dirty[tier] == dirty:
+            return
+        heap = self._heaps[dirty]
+        if len(heap) > 64 and len(heap) > 2 * self.table.capacity:
+            # Each candidate holds a slot, so more than half of these entries are stale.
+            heap[:] = [entry for entry in heap if entry[2].filed[tier] == entry[1]]
+            heapq.heapify(heap)
+        self._number += 1
+        node.filed[tier] = self._number
+        node.filed_dirty[tier] = dirty
+        heapq.heappush(heap, (self.policy(node), self._number, node))
+
+    def refile(self, node: Node) -> None:
+        """File it anew if it is filed: its copies below have changed."""
+        if node.filed[self.tier]:
+            self.file(node)
+
+    def unfile(self, node: Node) -> None:
+        """Forget its entry; the heap drops it later."""
+        node.filed[self.tier] = 0
+
+    def coldest(self, *, dirty: bool, older_than: Any = None) -> Node | None:
+        """The first valid candidate of its kind, left where it is; None if none is older than the given key."""
+        heap = self._heaps[dirty]
+        tier = self.tier
+        while heap:
+            key, number, node = heap[0]
+            if node.filed[tier] != number:
+                heapq.heappop(heap)
+            elif not self.is_candidate(node):
+                heapq.heappop(heap)
+                node.filed[tier] = 0  # parked: what pins or covers it files it again
+            elif self.policy(node) != key or self.is_dirty(node) != dirty:
+                heapq.heappop(heap)
+                node.filed[tier] = 0
+                self.file(node)
+            else:
+                return None if older_than is not None and key >= older_than else node
+        return None
+
+    def take_coldest(self) -> Node | None:
+        """The colder of the coldest clean and the coldest dirty candidate, its entry removed."""
+        clean, dirty = self.coldest(dirty=False), self.coldest(dirty=True)
+        if clean is None or (dirty is not None and self.policy(dirty) < self.policy(clean)):
+            node, is_dirty = dirty, True
+        else:
+            node, is_dirty = clean, False
+        if node is not None:
+            heapq.heappop(self._heaps[is_dirty])
+            node.filed[self.tier] = 0
+        return node
+
+    def __len__(self) -> int:
+        """Entries in both heaps, stale ones included."""
+        return len(self._heaps[0]) + len(self._heaps[1])

@@ -1,0 +1,65 @@
+"""Memory of pages that are gone, so that a miss can say why."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+from hicache.records import MissReason
+
+_FIRST_PAGES = 65_536
+"""First pages of prompts that are remembered across namespaces: 24 bytes and a dict entry each."""
+
+
+class Ghosts:
+    """A bounded ring of page hashes with the reason of their going, and a sketch of first pages by namespace.
+
+    Page hashes need not carry the namespace, so each is remembered together with it.
+    """
+
+    __slots__ = ("_first_pages", "_limit", "_reasons")
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._reasons: dict[tuple[bytes, bytes], MissReason] = {}
+        self._first_pages: dict[bytes, bytes | None] = {}
+
+    @property
+    def remembers(self) -> bool:
+        """Whether anything can be answered but "cold"."""
+        return bool(self._reasons)
+
+    @property
+    def enabled(self) -> bool:
+        """Whether pages are remembered at all."""
+        return self._limit > 0
+
+    def add(self, namespace: bytes, page_hashes: list[bytes], reason: MissReason) -> None:
+        """These pages are nowhere any more. The oldest are forgotten first."""
+        reasons = self._reasons
+        for page_hash in page_hashes:
+            key = (namespace, page_hash)
+            reasons.pop(key, None)
+            reasons[key] = reason
+        while len(reasons) > self._limit:
+            del reasons[next(iter(reasons))]
+
+    def reason(self, namespace: bytes, page_hash: bytes) -> MissReason | None:
+        """Why this page went, or None if nothing is known of it."""
+        return self._reasons.get((namespace, page_hash))
+
+    def met_first_page(self, namespace: bytes, symbol: bytes) -> None:
+        """A prompt of this namespace begins with this page."""
+        key = _sketch(symbol)
+        known = self._first_pages.get(key, namespace)
+        # None: more than one namespace begins so, and a miss in any of them may come from another one.
+        self._first_pages[key] = namespace if known == namespace else None
+        if len(self._first_pages) > _FIRST_PAGES:
+            del self._first_pages[next(iter(self._first_pages))]
+
+    def known_elsewhere(self, namespace: bytes, symbol: bytes) -> bool:
+        """Whether a prompt that begins with this page was seen under another namespace."""
+        return self._first_pages.get(_sketch(symbol), namespace) != namespace
+
+
+def _sketch(symbol: bytes) -> bytes:
+    return blake2b(symbol, digest_size=8).digest()

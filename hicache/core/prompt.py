@@ -1,0 +1,97 @@
+"""A prompt as the tree sees it: a string of fixed-width page symbols, with lazily chained page hashes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+
+class Hasher(Protocol):
+    """Chains page hashes. Pure."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of one hash."""
+        ...
+
+    def extend(self, parent: bytes | None, symbols: bytes, pages: int) -> bytes:
+        """Hashes of `pages` consecutive pages, glued together, behind the page whose hash is `parent`."""
+        ...
+
+
+class SymbolsAreHashes:
+    """The hasher of an alphabet whose symbols are the page hashes themselves (sidecar, plug-ins)."""
+
+    __slots__ = ("size",)
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def extend(self, parent: bytes | None, symbols: bytes, pages: int) -> bytes:
+        """The symbols."""
+        del parent
+        return symbols[: pages * self.size]
+
+
+class PageIdentity(NamedTuple):
+    """What a stored page is checked against.
+
+    Attributes:
+        hash: its page hash.
+        parent: the hash of the page before it, None for the first.
+        depth: its index from the root, 0 first.
+        symbol: its token bytes (u32 little endian, extras behind them), or its hash in a tree of hashes.
+    """
+
+    hash: bytes
+    parent: bytes | None
+    depth: int
+    symbol: bytes
+
+
+class Prompt:
+    """Whole pages of one prompt. Immutable but for the hashes, which are computed when first asked for.
+
+    Attributes:
+        symbols: `pages * width` bytes.
+        width: bytes of one symbol.
+        pages: number of pages; an unaligned tail is not in here.
+    """
+
+    __slots__ = ("_hashed", "_hashes", "hasher", "pages", "symbols", "width")
+
+    def __init__(self, symbols: bytes, width: int, hasher: Hasher) -> None:
+        self.pages = len(symbols) // width
+        self.symbols = symbols if len(symbols) == self.pages * width else symbols[: self.pages * width]
+        self.width = width
+        self.hasher = hasher
+        self._hashes = b""
+        self._hashed = 0
+
+    def hashes(self, first: int, end: int) -> list[bytes]:
+        """Hashes of the pages `first` to `end - 1`. Not locked: called by one thread at a time."""
+        size = self.hasher.size
+        if end > self._hashed:
+            parent = self._hashes[-size:] if self._hashed else None
+            start = self._hashed * self.width
+            more = self.hasher.extend(parent, self.symbols[start : end * self.width], end - self._hashed)
+            self._hashes += more
+            self._hashed = end
+        return [self._hashes[i * size : (i + 1) * size] for i in range(first, end)]
+
+    def hash(self, page: int) -> bytes:
+        """Hash of one page."""
+        return self.hashes(page, page + 1)[0]
+
+    def identities(self, first: int, end: int) -> tuple[PageIdentity, ...]:
+        """What the pages `first` to `end - 1` are checked against in storage."""
+        if end <= first:
+            return ()
+        width = self.width
+        start = max(first - 1, 0)
+        known = self.hashes(start, end)
+        parents: list[bytes | None] = [*known[:-1]] if first else [None, *known[:-1]]
+        own = known[first - start :]
+        return tuple(
+            PageIdentity(h, parent, i, self.symbols[i * width : (i + 1) * width])
+            for h, parent, i in zip(own, parents, range(first, end), strict=True)
+        )

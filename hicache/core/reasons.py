@@ -1,0 +1,71 @@
+"""What a request was counted as: pages by tier, and a reason for each page that did not come from the cache."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from hicache.records import MissReason
+
+if TYPE_CHECKING:
+    from hicache.core.ghosts import Ghosts
+    from hicache.core.transfers import Lease
+
+
+@dataclass(frozen=True, slots=True)
+class RequestCounts:
+    """One request's pages. `asked == device + host + storage + sum(missed.values())`, always.
+
+    Attributes:
+        asked: whole pages that the request might have taken from the cache.
+        device, host, storage: pages it got, by the tier they were in when it began.
+        missed: the others, by reason; reasons that did not occur are left out.
+        aborted: whether the request ended without success; it is counted all the same.
+    """
+
+    asked: int = 0
+    device: int = 0
+    host: int = 0
+    storage: int = 0
+    missed: dict[MissReason, int] = field(default_factory=dict)
+    aborted: bool = False
+
+
+def count(lease: Lease, ghosts: Ghosts, *, aborted: bool) -> RequestCounts:
+    """The counts of a lease that is being released."""
+    match, asked = lease.match, lease.limit
+    got = min(lease.device, asked)
+    device = min(match.device, got)
+    host = min(match.host, got - device)
+    return RequestCounts(asked, device, host, got - device - host, _missed(lease, ghosts, got), aborted)
+
+
+def _missed(lease: Lease, ghosts: Ghosts, got: int) -> dict[MissReason, int]:
+    asked = lease.limit
+    if got >= asked:
+        return {}
+    known = min(max(got, lease.match.pages), asked)
+    missed: Counter[MissReason] = Counter()
+    if known > got:
+        missed[_undelivered(lease, got)] = known - got
+    if known == asked:
+        return dict(missed)
+    prompt, namespace = lease.prompt, lease.tree.namespace
+    elsewhere = not known and ghosts.known_elsewhere(namespace, prompt.symbols[: prompt.width])
+    otherwise = MissReason.OTHER_NAMESPACE if elsewhere else MissReason.COLD
+    if not ghosts.remembers:
+        missed[otherwise] += asked - known
+        return dict(missed)
+    for page_hash in prompt.hashes(known, asked):
+        missed[ghosts.reason(namespace, page_hash) or otherwise] += 1
+    return dict(missed)
+
+
+def _undelivered(lease: Lease, got: int) -> MissReason:
+    """Why pages that were there when the request began did not reach it."""
+    if lease.failed_at is not None and lease.failed_at <= got:
+        return MissReason.FAILED
+    if lease.short_at is not None and lease.short_at <= got:
+        return MissReason.OVER_BUDGET
+    return MissReason.LATE

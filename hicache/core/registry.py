@@ -1,0 +1,153 @@
+"""What all trees of one core share: slot tables, nodes by number, candidates, and the memory of pages gone."""
+
+from __future__ import annotations
+
+import heapq
+from typing import TYPE_CHECKING, Any
+
+from hicache.core.eviction import Candidates, heated, policy_named
+from hicache.core.ghosts import Ghosts
+from hicache.core.residency import SlotTable
+from hicache.records import Tier
+
+if TYPE_CHECKING:
+    from hicache.core.config import CoreConfig
+    from hicache.core.node import Node
+    from hicache.core.tree import HiRadixTree
+    from hicache.events import Event
+
+DEVICE, HOST = int(Tier.DEVICE), int(Tier.HOST)
+
+
+class Registry:
+    """Shared state of the trees. Not thread-safe: the caller holds the one lock.
+
+    Attributes:
+        config: the core's settings.
+        tables: slot tables of DEVICE and HOST.
+        candidates: candidates for eviction of DEVICE and HOST.
+        nodes: nodes by id; None where an id is free.
+        ghosts: pages gone, and why.
+        tick: the core's own clock: it counts uses, not time.
+        events: residency events since they were last taken.
+        stub_pages: pages in all live trees that only STORAGE is believed to have.
+        living: nodes registered now, roots and unswept ones included.
+        evicted, dropped_dirty: pages evicted per owned tier; of those, pages that left no copy below.
+    """
+
+    __slots__ = (
+        "_free_ids",
+        "_keep_heat",
+        "_stub_heap",
+        "_stub_number",
+        "candidates",
+        "config",
+        "dropped_dirty",
+        "events",
+        "evicted",
+        "ghosts",
+        "living",
+        "nodes",
+        "policy",
+        "stub_pages",
+        "tables",
+        "tick",
+    )
+
+    def __init__(self, config: CoreConfig) -> None:
+        self.config = config
+        self.policy = policy_named(config.eviction)
+        self.tables = (SlotTable(Tier.DEVICE, config.device_pages), SlotTable(Tier.HOST, config.host_pages))
+        self.candidates = (
+            Candidates(self.tables[DEVICE], self.policy, lambda node: max(node.resident[HOST], node.believed)),
+            Candidates(self.tables[HOST], self.policy, lambda node: node.believed),
+        )
+        self.nodes: list[Node | None] = []
+        self._free_ids: list[int] = []
+        self.ghosts = Ghosts(config.ghost_pages)
+        self.tick = 0
+        self.events: list[Event] = []
+        self.stub_pages = 0
+        self.living = 0
+        self.evicted = [0, 0]
+        self.dropped_dirty = [0, 0]
+        self._stub_heap: list[tuple[Any, int, Node]] = []
+        self._stub_number = 0
+        self._keep_heat = config.eviction not in {"lru", "slru", "priority"}
+
+    def enter(self, node: Node) -> None:
+        """Give the node an id."""
+        self.living += 1
+        if self._free_ids:
+            node.id = self._free_ids.pop()
+            self.nodes[node.id] = node
+        else:
+            node.id = len(self.nodes)
+            self.nodes.append(node)
+
+    def leave(self, node: Node) -> None:
+        """The node has left its tree and holds no slots."""
+        node.alive = False
+        self.living -= 1
+        node.filed[DEVICE] = node.filed[HOST] = 0
+        self.nodes[node.id] = None
+        self._free_ids.append(node.id)
+
+    def node(self, number: int) -> Node:
+        """The node with that id; it must exist."""
+        node = self.nodes[number]
+        assert node is not None
+        return node
+
+    def use(self, node: Node, priority: int) -> None:
+        """A request uses the node now."""
+        if self._keep_heat and node.stamp != self.tick:
+            node.heat = heated(node.heat, self.tick)
+        node.stamp = self.tick
+        node.priority = max(node.priority, priority)
+
+    def file(self, node: Node) -> None:
+        """Make it a candidate in both owned tiers, where it is one."""
+        self.candidates[DEVICE].file(node)
+        self.candidates[HOST].file(node)
+
+    # ---- pages that only storage has: a bounded memory, coldest leaf first
+
+    def count_stubs(self, node: Node) -> None:
+        """Bring `node.stubs` and the total up to date after its beliefs or slots have changed."""
+        if not self.config.storage or not node.tree.live:
+            return
+        stubs = max(0, node.believed - node.held) if node.alive else 0
+        if stubs != node.stubs:
+            self.stub_pages += stubs - node.stubs
+            node.tree.stub_pages += stubs - node.stubs
+            node.stubs = stubs
+        if stubs and not node.children and not node.stub_filed:
+            self._file_stub(node)
+
+    def drop_stubs(self, tree: HiRadixTree) -> None:
+        """A tree was cleared: its stubs count no more."""
+        self.stub_pages -= tree.stub_pages
+
+    def coldest_stub(self) -> Node | None:
+        """The coldest leaf that has stub pages, its entry removed; None when none is left."""
+        heap = self._stub_heap
+        while heap:
+            key, _, node = heapq.heappop(heap)
+            node.stub_filed = False
+            if not node.alive or not node.tree.live or not node.stubs or node.children:
+                continue  # what makes it a leaf with stubs again files it again
+            if self.policy(node) != key:
+                self._file_stub(node)
+                continue
+            return node
+        return None
+
+    def _file_stub(self, node: Node) -> None:
+        heap = self._stub_heap
+        if len(heap) > 64 and len(heap) > 2 * len(self.nodes):
+            heap[:] = [entry for entry in heap if entry[2].alive and entry[2].stubs]
+            heapq.heapify(heap)
+        self._stub_number += 1
+        node.stub_filed = True
+        heapq.heappush(heap, (self.policy(node), self._stub_number, node))

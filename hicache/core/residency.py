@@ -1,0 +1,213 @@
+"""States of the slots of one tier: one table of transitions, one function that uses it.
+
+A page's copy in a tier is ABSENT (no slot), FILLING or RESIDENT. A slot knows three more states: FREE, PRIVATE
+(allocated to a request, not yet committed) and QUARANTINED: taken away from the tree while something may still read
+or write it. At every step, for each tier:
+
+    free + private + filling + resident + quarantined = capacity
+
+Who may touch the bytes of a slot, and who gives it back:
+
+    state         bytes written by          read by                        given back by
+    FREE          nobody                    nobody                         -
+    PRIVATE       the request's engine      the request's engine           the request, at its close
+    FILLING       one transfer or writer    nobody                         publication, or a cut
+    RESIDENT      nobody                    leases and transfers that pin  eviction, clear, withdrawal
+    QUARANTINED   the transfer that filled  leases and transfers that pin  the last unpin
+"""
+
+from __future__ import annotations
+
+from enum import Enum, IntEnum
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hicache.errors import ResidencyError
+from hicache.records import Tier
+
+Slots = NDArray[np.int64]
+
+NO_SLOTS: Final[Slots] = np.empty(0, np.int64)
+NO_SLOTS.setflags(write=False)
+
+
+class SlotState(IntEnum):
+    """State of one slot."""
+
+    FREE = 0
+    PRIVATE = 1
+    FILLING = 2
+    RESIDENT = 3
+    QUARANTINED = 4
+
+
+class SlotEvent(Enum):
+    """What happens to a slot."""
+
+    ALLOCATE = "allocate"  # a request or a transfer takes it
+    GIVE_BACK = "give back"  # its request ends without having committed it
+    RESERVE = "reserve"  # it is attached to a node, its bytes are on the way
+    PUBLISH = "publish"  # complete, verified, and its parent is resident
+    DETACH = "detach"  # evicted, withdrawn, failed, cancelled or cleared
+    RECLAIM = "reclaim"  # nothing pins it any more
+
+
+TRANSITIONS: Final[dict[tuple[SlotState, SlotEvent], SlotState]] = {
+    (SlotState.FREE, SlotEvent.ALLOCATE): SlotState.PRIVATE,
+    (SlotState.PRIVATE, SlotEvent.GIVE_BACK): SlotState.FREE,
+    (SlotState.PRIVATE, SlotEvent.RESERVE): SlotState.FILLING,
+    (SlotState.FILLING, SlotEvent.PUBLISH): SlotState.RESIDENT,
+    (SlotState.FILLING, SlotEvent.DETACH): SlotState.QUARANTINED,
+    (SlotState.RESIDENT, SlotEvent.DETACH): SlotState.QUARANTINED,
+    (SlotState.QUARANTINED, SlotEvent.RECLAIM): SlotState.FREE,
+}
+
+_CODES: Final = {edge: (int(edge[0]), int(target)) for edge, target in TRANSITIONS.items()}
+
+
+class SlotTable:
+    """All slots of one tier, as arrays. Not thread-safe: the caller holds the one lock.
+
+    Attributes:
+        tier: whose slots these are.
+        capacity: number of slots. A growing table (simulation) starts small and grows in `take`.
+        state: uint8 `(capacity,)`, a `SlotState` each.
+        pins: int32 `(capacity,)`: leases and transfers that touch the slot.
+        owner: int32 `(capacity,)`: id of the node that the slot is attached to, -1 if none.
+        depth: int32 `(capacity,)`: page index from the root, of attached slots.
+        filler: int64 `(capacity,)`: id of the transfer that fills a FILLING slot.
+        verified: bool `(capacity,)`: FILLING and complete, waits for its parent.
+        stored: bool `(capacity,)`: a put of this page has been acknowledged.
+        waiting: bool `(capacity,)`: a finished transfer waits for this page's publication.
+        counts: slots by state. Slots of a cleared tree count as quarantined before they are swept.
+        pinned: RESIDENT slots with at least one pin.
+    """
+
+    __slots__ = (
+        "capacity",
+        "counts",
+        "depth",
+        "filler",
+        "free",
+        "growing",
+        "owner",
+        "pinned",
+        "pins",
+        "state",
+        "stored",
+        "tier",
+        "verified",
+        "waiting",
+    )
+
+    def __init__(self, tier: Tier, capacity: int | None) -> None:
+        self.tier = tier
+        self.growing = capacity is None
+        self.capacity = 1024 if capacity is None else capacity
+        size = self.capacity
+        self.state: NDArray[np.uint8] = np.zeros(size, np.uint8)
+        self.pins: NDArray[np.int32] = np.zeros(size, np.int32)
+        self.owner: NDArray[np.int32] = np.full(size, -1, np.int32)
+        self.depth: NDArray[np.int32] = np.zeros(size, np.int32)
+        self.filler: NDArray[np.int64] = np.zeros(size, np.int64)
+        self.verified: NDArray[np.bool_] = np.zeros(size, np.bool_)
+        self.stored: NDArray[np.bool_] = np.zeros(size, np.bool_)
+        self.waiting: NDArray[np.bool_] = np.zeros(size, np.bool_)
+        self.free: Slots = np.arange(size - 1, -1, -1, dtype=np.int64)  # a stack: its first counts[FREE] are free
+        self.counts = [size, 0, 0, 0, 0]
+        self.pinned = 0
+
+    @property
+    def evictable(self) -> int:
+        """RESIDENT slots that nothing pins. Exact, because what a tier holds is closed under prefixes."""
+        return self.counts[SlotState.RESIDENT] - self.pinned
+
+    def advance(self, slots: Slots, source: SlotState, event: SlotEvent) -> None:
+        """Move all `slots` from `source` by `event`. The only code that writes states of attached slots.
+
+        Raises:
+            ResidencyError: the table has no such edge, or a slot is not in `source`. Nothing was changed.
+        """
+        codes = _CODES.get((source, event))
+        if codes is None:
+            raise ResidencyError(f"{self.tier.name}: no transition from {source.name} by {event.value!r}")
+        before, after = codes
+        state = self.state
+        if (state[slots] != before).any():
+            wrong = slots[state[slots] != before][:5]
+            raise ResidencyError(
+                f"{self.tier.name}: {event.value!r} needs {source.name} slots, but slot "
+                + ", ".join(f"{s} is {SlotState(int(state[s])).name}" for s in wrong.tolist())
+            )
+        state[slots] = after
+        moved = len(slots)
+        self.counts[before] -= moved
+        self.counts[after] += moved
+
+    def allocate(self, pages: int) -> Slots:
+        """Take `pages` FREE slots as PRIVATE. The caller has made sure that they are there, or the table grows."""
+        left = self.counts[SlotState.FREE] - pages
+        if left < 0 and self.growing:
+            self._grow(-left)
+            left = self.counts[SlotState.FREE] - pages
+        if left < 0:
+            raise ResidencyError(f"{self.tier.name}: {pages} slots taken, {self.counts[SlotState.FREE]} free")
+        slots = self.free[left : left + pages].copy()
+        self.advance(slots, SlotState.FREE, SlotEvent.ALLOCATE)
+        return slots
+
+    def give_back(self, slots: Slots) -> None:
+        """Free PRIVATE slots."""
+        top = self.counts[SlotState.FREE]
+        self.advance(slots, SlotState.PRIVATE, SlotEvent.GIVE_BACK)
+        self.free[top : top + len(slots)] = slots
+
+    def reclaim(self, slots: Slots) -> None:
+        """Free QUARANTINED slots that nothing pins."""
+        top = self.counts[SlotState.FREE]
+        self.advance(slots, SlotState.QUARANTINED, SlotEvent.RECLAIM)
+        self.free[top : top + len(slots)] = slots
+        self.verified[slots] = False
+        self.stored[slots] = False
+
+    def bury(self, *, filling: int, resident: int, pinned: int) -> None:
+        """Count a cleared tree's slots as quarantined. Their states follow when `sweep` reaches them."""
+        self.counts[SlotState.FILLING] -= filling
+        self.counts[SlotState.RESIDENT] -= resident
+        self.counts[SlotState.QUARANTINED] += filling + resident
+        self.pinned -= pinned
+
+    def sweep(self, slots: Slots) -> Slots:
+        """Detach a cleared node's slots and free those that nothing pins, which are returned."""
+        # bury() has moved the counts already, so the state is set without them.
+        legal = (self.state[slots] == SlotState.RESIDENT) | (self.state[slots] == SlotState.FILLING)
+        if not legal.all():
+            raise ResidencyError(f"{self.tier.name}: a cleared node holds slots that are neither filling nor resident")
+        self.state[slots] = TRANSITIONS[SlotState.RESIDENT, SlotEvent.DETACH]
+        self.owner[slots] = -1
+        loose: Slots = slots[self.pins[slots] == 0]
+        if len(loose):
+            self.reclaim(loose)
+        return loose
+
+    def _grow(self, missing: int) -> None:
+        old = self.capacity
+        extra = max(old, missing)
+
+        def longer(array: NDArray[Any], fill: int) -> NDArray[Any]:
+            return np.concatenate((array, np.full(extra, fill, array.dtype)))
+
+        self.state, self.pins, self.owner = longer(self.state, 0), longer(self.pins, 0), longer(self.owner, -1)
+        self.depth, self.filler = longer(self.depth, 0), longer(self.filler, 0)
+        self.verified, self.stored, self.waiting = (
+            longer(self.verified, 0),
+            longer(self.stored, 0),
+            longer(self.waiting, 0),
+        )
+        free = self.counts[SlotState.FREE]
+        fresh = np.arange(old + extra - 1, old - 1, -1, dtype=np.int64)
+        self.free = np.concatenate((self.free[:free], fresh, np.zeros(old - free, np.int64)))
+        self.capacity = old + extra
+        self.counts[SlotState.FREE] += extra

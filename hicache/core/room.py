@@ -1,0 +1,115 @@
+"""Where slots come from: free ones, then cleared ones that wait to be swept, then eviction."""
+
+from __future__ import annotations
+
+from hicache.core.copies import Copies
+from hicache.core.node import Node
+from hicache.core.registry import DEVICE, HOST, Registry
+from hicache.core.residency import Slots, SlotState
+from hicache.core.tree import HiRadixTree
+from hicache.records import MissReason
+
+SWEEP_PAGES = 8192
+"""Pages swept in one step: well under a millisecond."""
+
+
+class Grave:
+    """A cleared tree whose slots are still to be freed, node by node.
+
+    Attributes:
+        tree: the dead tree; its `resident`, `filling` and `pinned` count what is not swept yet.
+        todo: nodes whose subtrees are still to be swept.
+        mourned: pages that may still be remembered as gone, so that a huge clear costs no hashing of all.
+    """
+
+    __slots__ = ("mourned", "todo", "tree")
+
+    def __init__(self, tree: HiRadixTree, mourned: int) -> None:
+        self.tree = tree
+        self.todo: list[Node] = [tree.root]
+        self.mourned = mourned
+
+    def loose(self, tier: int) -> int:
+        """Unswept slots that nothing pins."""
+        tree = self.tree
+        return tree.resident[tier] + tree.filling[tier] - tree.pinned[tier]
+
+    def left(self) -> int:
+        """Unswept slots of both tiers."""
+        return sum(self.tree.resident) + sum(self.tree.filling)
+
+
+class Room:
+    """Takes slots for transfers and requests. Not thread-safe."""
+
+    __slots__ = ("_copies", "_graves", "_registry")
+
+    def __init__(self, copies: Copies) -> None:
+        self._copies = copies
+        self._registry: Registry = copies.registry
+        self._graves: list[Grave] = []
+
+    def available(self, tier: int) -> int:
+        """Slots that could be taken now: free, evictable, or cleared and unpinned. O(1)."""
+        table = self._registry.tables[tier]
+        loose = sum(grave.loose(tier) for grave in self._graves)
+        return table.counts[SlotState.FREE] + table.evictable + loose
+
+    def take(self, tier: int, pages: int, *, older_than: object = None) -> Slots:
+        """Up to `pages` PRIVATE slots. Evicts the clean, then the dirty, of what is older than the given key.
+
+        Whoever needs all or nothing asks `available` first. Nodes that the caller knows may have been trimmed or
+        merged afterwards, unless they are pinned, and even then they may have been merged.
+        """
+        table = self._registry.tables[tier]
+        free = table.counts[SlotState.FREE]
+        if free < pages and not table.growing:
+            while self._graves and table.counts[SlotState.FREE] < pages:
+                self.sweep(SWEEP_PAGES)
+            if table.counts[SlotState.FREE] < pages:
+                self._copies.evict(tier, pages - table.counts[SlotState.FREE], older_than=older_than)
+            pages = min(pages, table.counts[SlotState.FREE])
+        return table.allocate(pages)
+
+    def bury(self, tree: HiRadixTree) -> None:
+        """A tree was cleared: in O(1) its slots count as quarantined, and will be swept."""
+        for tier in (DEVICE, HOST):
+            table = self._registry.tables[tier]
+            table.bury(filling=tree.filling[tier], resident=tree.resident[tier], pinned=tree.pinned[tier])
+            tree.pinned[tier] += tree.filling[tier]  # every FILLING page is pinned
+        self._graves.append(Grave(tree, self._registry.config.ghost_pages))
+
+    def sweep(self, pages: int) -> int:
+        """Free cleared slots, about `pages` of them. Returns how many are left."""
+        while self._graves and pages > 0:
+            grave = self._graves[0]
+            if not grave.todo:
+                self._graves.pop(0)
+                continue
+            pages -= max(1, self._sweep_node(grave, grave.todo.pop()))
+        while self._graves and not self._graves[0].todo:
+            self._graves.pop(0)
+        return sum(grave.left() for grave in self._graves)
+
+    def _sweep_node(self, grave: Grave, node: Node) -> int:
+        tree = grave.tree
+        grave.todo += node.children.values()
+        if grave.mourned > 0 and node.pages:
+            grave.mourned -= node.pages
+            hashes = tree.hashes(node, 0, node.pages)
+            self._registry.ghosts.add(tree.namespace, hashes, MissReason.EXPIRED)
+        for tier in (DEVICE, HOST):
+            slots = node.slots[tier]
+            if not len(slots):
+                continue
+            loose = self._registry.tables[tier].sweep(slots)
+            tree.pinned[tier] -= len(slots) - len(loose)
+            tree.resident[tier] -= node.resident[tier]
+            tree.filling[tier] -= len(slots) - node.resident[tier]
+        self._registry.leave(node)
+        return node.pages
+
+    @property
+    def graves(self) -> list[Grave]:
+        """Cleared trees that are not swept yet. For the invariants' checker."""
+        return self._graves

@@ -1,0 +1,282 @@
+"""The life of transfers: begun, completed page by page, waiting for their pages to become visible, ended."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hicache.core.copies import Copies
+from hicache.core.registry import DEVICE, HOST
+from hicache.core.residency import Slots, SlotState
+from hicache.core.transfers import Lease, PinSet, Transfer, TransferKind, lowest
+from hicache.errors import HicacheInternalError
+from hicache.records import MissReason, PageResult, Tier
+
+if TYPE_CHECKING:
+    from hicache.core.node import Node
+    from hicache.core.prompt import PageIdentity
+    from hicache.core.tree import HiRadixTree
+
+
+class TransferLog:
+    """All transfers of one core. Not thread-safe.
+
+    Attributes:
+        open: transfers whose I/O runs, or that wait for the visibility of their pages, by id.
+        actions: transfers to be executed, first in first out; the runtime takes them away.
+        finished: transfers that have ended since the runtime last cleared this list.
+        pages: pages completed, by (kind, whether they were good).
+    """
+
+    __slots__ = ("_number", "actions", "copies", "finished", "open", "pages")
+
+    def __init__(self, copies: Copies) -> None:
+        self.copies = copies
+        self.open: dict[int, Transfer] = {}
+        self.actions: deque[Transfer] = deque()
+        self.finished: list[Transfer] = []
+        self.pages: Counter[tuple[TransferKind, bool]] = Counter()
+        self._number = 0
+
+    def begin(
+        self,
+        kind: TransferKind,
+        tree: HiRadixTree,
+        *,
+        first: int,
+        source_slots: Slots | None = None,
+        target_slots: Slots | None = None,
+        pages: tuple[PageIdentity, ...] = (),
+        pins: list[PinSet],
+        lease: Lease | None = None,
+    ) -> Transfer:
+        """Open a transfer that owns one hold of each of `pins`. All but WRITE become actions."""
+        self._number += 1
+        touched = target_slots if target_slots is not None else source_slots
+        assert touched is not None
+        transfer = Transfer(
+            self._number,
+            kind,
+            tree,
+            first=first,
+            count=len(touched),
+            source_slots=source_slots,
+            target_slots=target_slots,
+            pages=pages,
+            pins=pins,
+        )
+        if target_slots is not None:
+            self.copies.registry.tables[kind.target].filler[target_slots] = transfer.id
+        self.open[transfer.id] = transfer
+        if kind is not TransferKind.WRITE:
+            self.actions.append(transfer)
+        if lease is not None:
+            self.join(lease, transfer)
+        return transfer
+
+    @staticmethod
+    def join(lease: Lease, transfer: Transfer) -> None:
+        """The lease waits for the transfer."""
+        transfer.interest.add(lease)
+        lease.waiting.add(transfer.id)
+
+    def join_fillers(self, lease: Lease, tier: int, slots: Slots) -> None:
+        """The lease waits for whatever fills those of the slots that are FILLING."""
+        table = self.copies.registry.tables[tier]
+        filling = slots[table.state[slots] == SlotState.FILLING]
+        for number in np.unique(table.filler[filling]).tolist():
+            transfer = self.open.get(number)
+            if transfer is not None:
+                self.join(lease, transfer)
+
+    # ---- completion
+
+    def complete(self, number: int, results: Sequence[PageResult]) -> list[Node]:
+        """The I/O of a transfer has ended, with one result a page.
+
+        Returns the nodes that it filled, for the write policies.
+
+        Raises:
+            HicacheInternalError: no such transfer, or a wrong number of results. Nothing was changed.
+        """
+        transfer = self.open.get(number)
+        if transfer is None or transfer.completed:
+            raise HicacheInternalError(f"transfer {number} is not under way: it was never begun, or completed before")
+        if len(results) != transfer.count:
+            raise HicacheInternalError(f"{transfer}: {len(results)} results for {transfer.count} pages")
+        transfer.completed = True
+        good = sum(result == PageResult.OK for result in results)
+        self.pages[transfer.kind, True] += good
+        self.pages[transfer.kind, False] += transfer.count - good
+        filled: list[Node] = []
+        if transfer.kind is TransferKind.PUT:
+            self._put_ended(transfer, results)
+        elif transfer.tree.live:
+            filled = self._filled(transfer, results)
+        self.end_settled()
+        self.end_or_wait(transfer)
+        return [node for node in filled if node.alive]
+
+    def _put_ended(self, transfer: Transfer, results: Sequence[PageResult]) -> None:
+        tree = transfer.tree
+        tree.putting.difference_update(page.hash for page in transfer.pages)
+        if not tree.live:
+            return
+        table = self.copies.registry.tables[HOST]
+        slots = transfer.source_slots
+        assert slots is not None
+        good = np.fromiter((result == PageResult.OK for result in results), np.bool_, transfer.count)
+        # A page may have been taken away meanwhile: the object is stored all the same, but there is no slot to say so.
+        table.stored[slots[good & (table.owner[slots] >= 0)]] = True
+        for node in self._owners(HOST, slots):
+            self.copies.raise_belief(node)
+
+    def _filled(self, transfer: Transfer, results: Sequence[PageResult]) -> list[Node]:
+        copies = self.copies
+        tier = int(transfer.kind.target)
+        table = copies.registry.tables[tier]
+        slots = transfer.target_slots
+        assert slots is not None
+        bad = next((i for i, result in enumerate(results) if result != PageResult.OK), transfer.count)
+        good = slots[:bad]
+        attached = good[table.owner[good] >= 0]
+        table.verified[attached] = True
+        if bad < transfer.count:
+            for lease in transfer.interest:
+                lease.failed_at = lowest(lease.failed_at, transfer.first + bad)
+            if results[bad] == PageResult.SOURCE_BAD:
+                self._blame_source(transfer, bad)
+            self._cut_at(tier, int(slots[bad]), MissReason.FAILED)
+        if transfer.kind is TransferKind.FETCH:
+            table.stored[good[table.owner[good] >= 0]] = True
+        filled = []
+        for node in self._owners(tier, good):
+            if not node.alive:
+                continue
+            copies.publish(tier, node)
+            if transfer.kind is TransferKind.FETCH:
+                copies.raise_belief(node)
+            filled.append(node)
+        return filled
+
+    def _blame_source(self, transfer: Transfer, page: int) -> None:
+        """A page was missing or corrupt where it was read. DEVICE is never blamed: the engine vouches for it."""
+        if transfer.kind is TransferKind.LOAD:
+            assert transfer.source_slots is not None
+            self._cut_at(HOST, int(transfer.source_slots[page]), MissReason.FAILED)
+        elif transfer.kind is TransferKind.FETCH:
+            assert transfer.target_slots is not None
+            table = self.copies.registry.tables[HOST]
+            slot = int(transfer.target_slots[page])
+            if table.owner[slot] >= 0:
+                node = self.copies.registry.node(int(table.owner[slot]))
+                keep = int(table.depth[slot]) - node.first
+                if keep < node.believed:
+                    self.copies.set_belief(node, keep)
+
+    def _cut_at(self, tier: int, slot: int, reason: MissReason) -> None:
+        table = self.copies.registry.tables[tier]
+        if table.owner[slot] >= 0:
+            node = self.copies.registry.node(int(table.owner[slot]))
+            self.copies.cut(tier, node, int(table.depth[slot]) - node.first, reason)
+
+    def _owners(self, tier: int, slots: Slots) -> list[Node]:
+        """The nodes that attached slots belong to, in chain order."""
+        registry = self.copies.registry
+        owners = registry.tables[tier].owner[slots]
+        owners = owners[owners >= 0]
+        if not len(owners):
+            return []
+        first = np.concatenate(([True], owners[1:] != owners[:-1]))
+        return [registry.node(number) for number in owners[first].tolist()]
+
+    # ---- ending
+
+    def end_or_wait(self, transfer: Transfer) -> None:
+        """End a completed transfer, or let it wait while verified pages of it are not visible yet."""
+        tier = transfer.kind.target
+        if tier is Tier.STORAGE or not self.copies.wait(tier, transfer):
+            self._end(transfer)
+
+    def end_settled(self) -> None:
+        """Look again at the transfers whose wait mark was reached."""
+        settled = self.copies.settled
+        while settled:
+            self.end_or_wait(settled.pop())
+
+    def _end(self, transfer: Transfer) -> None:
+        tier = transfer.kind.target
+        for lease in transfer.interest:
+            lease.waiting.discard(transfer.id)
+            if tier is not Tier.STORAGE:
+                self.hand_over(lease, tier)
+        transfer.interest.clear()
+        for pins in transfer.pins:
+            self.copies.drop(pins)
+        transfer.pins.clear()
+        del self.open[transfer.id]
+        self.finished.append(transfer)
+
+    def hand_over(self, lease: Lease, tier: int) -> None:
+        """Pin for a lease what has become usable in a tier, before anything else can take it."""
+        tree = lease.tree
+        if lease.closed or not tree.live or (tier == DEVICE and lease.start is not None):
+            return
+        path = tree.walk(lease.prompt)
+        held, resident = tree.held(path, tier)
+        usable = min(resident, lease.limit)
+        if tier == DEVICE:
+            if usable <= lease.device:
+                return
+            lease.device = usable
+        self.hold(lease, tier, held, usable)
+
+    def hold(self, lease: Lease, tier: int, held: Slots, pages: int) -> None:
+        """Let a lease pin the first `pages` of what the tier holds along its prompt, continuing what it has."""
+        tip = lease.pins[tier]
+        if tip is not None and pages <= tip.end <= len(held) and tip.end and held[tip.end - 1] == tip.last_slot():
+            return
+        pins = self.copies.pin(tier, lease.tree, held[:pages], tip)
+        if tip is not None:
+            if pins is tip or pins.base is tip:
+                self.copies.drop(tip)  # the new set keeps it
+            else:
+                lease.spare_pins.append(tip)  # withdrawn from the tree, but the request may still read it
+        lease.pins[tier] = pins
+
+    # ---- cancelling
+
+    def withdraw_interest(self, lease: Lease) -> None:
+        """The lease waits no longer. What nobody else wants, and nothing fills behind, is cut.
+
+        Slots of a cut transfer stay in quarantine until its I/O has really ended.
+        """
+        for number in sorted(lease.waiting, reverse=True):  # later ones fill behind earlier ones
+            transfer = self.open.get(number)
+            if transfer is None:
+                continue  # an earlier cancel of this loop has ended it
+            transfer.interest.discard(lease)
+            if not transfer.interest and transfer.kind in (TransferKind.FETCH, TransferKind.LOAD):
+                self.cancel(transfer)
+        lease.waiting.clear()
+        self.end_settled()
+
+    def cancel(self, transfer: Transfer) -> None:
+        """Cut what a transfer fills, unless others fill or hold pages behind it."""
+        if transfer.completed or transfer.cancelled or not transfer.tree.live or transfer.target_slots is None:
+            return
+        tier = int(transfer.kind.target)
+        table = self.copies.registry.tables[tier]
+        slots = transfer.target_slots[table.owner[transfer.target_slots] >= 0]
+        if len(slots):
+            last = int(slots[-1])
+            node = self.copies.registry.node(int(table.owner[last]))
+            if node.below[tier] or len(node.slots[tier]) > int(table.depth[last]) - node.first + 1:
+                return
+        transfer.cancelled = True
+        if len(slots):
+            self._cut_at(tier, int(slots[0]), MissReason.LATE)
+        self.end_settled()

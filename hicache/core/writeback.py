@@ -1,0 +1,240 @@
+"""Writing down: DEVICE to HOST, HOST to STORAGE, by use, by eviction pressure, and before closing.
+
+A write-back always covers a root-prefix: page k is written together with all in front of it that the tier below
+lacks, so what is below is usable at any time. It makes room in HOST only from what is older than the page it writes;
+otherwise a HOST smaller than DEVICE would never come to rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hicache.core.prompt import PageIdentity
+from hicache.core.registry import DEVICE, HOST
+from hicache.core.residency import Slots, SlotState
+from hicache.core.room import Room
+from hicache.core.transferlog import TransferLog
+from hicache.core.transfers import TransferKind
+
+if TYPE_CHECKING:
+    from hicache.core.node import Node, Path
+    from hicache.core.tree import HiRadixTree
+
+_MOST_LOOKED_AT = 64
+"""Candidates that one `flush` looks at per tier: it runs often, and what it leaves the next one finds."""
+
+
+class Writer:
+    """Plans writes. Not thread-safe."""
+
+    __slots__ = ("_copies", "_drain", "_log", "_registry", "_room")
+
+    def __init__(self, log: TransferLog, room: Room) -> None:
+        self._log = log
+        self._room = room
+        self._copies = log.copies
+        self._registry = log.copies.registry
+        self._drain: Iterator[Node] | None = None
+
+    # ---- by use
+
+    def used(self, path: Path) -> None:
+        """Pages along the path were committed or used: write down what the policies ask for."""
+        config = self._registry.config
+        if not config.host_pages or not path:
+            return
+        # Puts first: making room for a write-back may change the nodes of the path.
+        if config.storage and config.host_to_storage.hits is not None:
+            self.put(_used_at_least(path, config.host_to_storage.hits))
+        if config.device_to_host.hits is not None:
+            self.back_up(_used_at_least(path, config.device_to_host.hits))
+
+    def filled(self, node: Node) -> None:
+        """A transfer has filled pages of the node."""
+        if node.alive and node.tree.live:
+            self.used(node.tree.path_to(node))
+
+    # ---- DEVICE to HOST
+
+    def back_up(self, path: Path) -> int:
+        """Write what DEVICE has along the path and HOST has not. Returns the pages begun."""
+        if not path or not self._registry.config.host_pages:
+            return 0
+        tree = path[0][0].tree
+        device, resident = tree.held(path, DEVICE)
+        host, _ = tree.held(path, HOST)
+        at = len(host)
+        if resident <= at:
+            return 0
+        copies = self._copies
+        last = device[resident - 1]
+        source = copies.pin(DEVICE, tree, device[:resident])
+        target = copies.pin(HOST, tree, host)
+        slots = self._room.take(HOST, resident - at, older_than=self._registry.policy(self._owner(DEVICE, last)))
+        if not len(slots):
+            copies.drop(source)
+            copies.drop(target)
+            return 0
+        # Making room may have trimmed and merged nodes: find the path again, by what is pinned.
+        end = at + len(slots)
+        copies.fill_path(HOST, tree, self._path_to_slot(tree, DEVICE, device[end - 1]), slots)
+        whole = copies.pin(HOST, tree, np.concatenate((host, slots)), target)
+        copies.drop(target)
+        self._log.begin(
+            TransferKind.WRITE_BACK,
+            tree,
+            first=at,
+            source_slots=device[at:end],
+            target_slots=slots,
+            pins=[source, whole],
+        )
+        return len(slots)
+
+    # ---- HOST to STORAGE
+
+    def put(self, path: Path) -> int:
+        """Put what HOST has along the path and STORAGE is not believed to have. Returns the pages begun."""
+        if not path:
+            return 0
+        tree = path[0][0].tree
+        resident = tree.resident_pages(path, HOST)
+        believed = tree.believed_pages(path)
+        if resident <= believed:
+            return 0
+        host, _ = tree.held(path, HOST)
+        stored = self._registry.tables[HOST].stored
+        batch: list[tuple[int, PageIdentity]] = []
+        begun = 0
+        for page, identity in self._identities(tree, path, believed, resident):
+            if stored[host[page]] or identity.hash in tree.putting:
+                continue
+            batch.append((page, identity))
+            if len(batch) == self._registry.config.fetch_pages:
+                begun += self._begin_put(tree, host, batch)
+                batch = []
+        return begun + (self._begin_put(tree, host, batch) if batch else 0)
+
+    def _begin_put(self, tree: HiRadixTree, host: Slots, batch: list[tuple[int, PageIdentity]]) -> int:
+        pages = np.array([page for page, _ in batch], np.int64)
+        identities = tuple(identity for _, identity in batch)
+        tree.putting.update(identity.hash for identity in identities)
+        self._log.begin(
+            TransferKind.PUT,
+            tree,
+            first=int(pages[0]),
+            source_slots=host[pages],
+            pages=identities,
+            pins=[self._copies.pin(HOST, tree, host[: pages[-1] + 1])],
+        )
+        return len(batch)
+
+    @staticmethod
+    def _identities(tree: HiRadixTree, path: Path, first: int, end: int) -> Iterator[tuple[int, PageIdentity]]:
+        width = tree.width
+        for node, pages in path:
+            start = max(first - node.first, 0)
+            stop = min(end - node.first, pages)
+            if start >= stop:
+                continue
+            parent = tree.hashes(node, start - 1, start)[0] if start else tree.hash_before(node)
+            for i, page_hash in enumerate(tree.hashes(node, start, stop), start):
+                symbol = node.span[i * width : (i + 1) * width]
+                yield node.first + i, PageIdentity(page_hash, parent, node.first + i, symbol)
+                parent = page_hash
+
+    # ---- by eviction pressure
+
+    def flush(self) -> int:
+        """Keep the clean reserve of tiers that write on eviction. Returns the pages begun."""
+        config = self._registry.config
+        begun = 0
+        if config.host_pages and config.device_to_host.on_eviction:
+            begun += self._keep_reserve(DEVICE)
+        if config.storage and config.host_to_storage.on_eviction:
+            begun += self._keep_reserve(HOST)
+        return begun
+
+    def _keep_reserve(self, tier: int) -> int:
+        """Free slots plus the clean among the coldest candidates shall cover the reserve; write the dirty of them."""
+        registry = self._registry
+        table, candidates = registry.tables[tier], registry.candidates[tier]
+        missing = int(registry.config.reserve * table.capacity) - table.counts[SlotState.FREE]
+        looked_at: list[Node] = []
+        dirty: list[Node] = []
+        while missing > 0 and len(looked_at) < _MOST_LOOKED_AT:
+            node = candidates.take_coldest()
+            if node is None:
+                break
+            looked_at.append(node)
+            if candidates.is_dirty(node):
+                dirty.append(node)
+            missing -= node.resident[tier]
+        for node in looked_at:
+            candidates.file(node)
+        begun = 0
+        for node in dirty:
+            if node.alive:
+                path = node.tree.path_to(node)
+                begun += self.back_up(path) if tier == DEVICE else self.put(path)
+        return begun
+
+    # ---- before closing
+
+    def drain(self, trees: list[HiRadixTree], limit: int) -> int:
+        """Begin writing what is still dirty and may be written at all, root first. Returns the pages begun.
+
+        It goes on where it stopped; 0 means that a whole pass over all trees found nothing to begin.
+        """
+        begun = 0
+        if self._drain is None:
+            self._drain = _preorder(trees)
+        for node in self._drain:
+            if node.alive and node.tree.live:
+                begun += self._write_down(node)
+                if begun >= limit:
+                    return begun
+        self._drain = None
+        return begun
+
+    def _write_down(self, node: Node) -> int:
+        config = self._registry.config
+        begun = 0
+        dirty = config.storage and node.resident[HOST] > node.believed
+        if dirty and _allowed(node, config.host_to_storage.hits):
+            begun += self.put(node.tree.path_to(node))
+        if node.resident[DEVICE] > len(node.slots[HOST]) and _allowed(node, config.device_to_host.hits):
+            begun += self.back_up(node.tree.path_to(node))
+        return begun
+
+    # ---- finding
+
+    def _owner(self, tier: int, slot: np.int64) -> Node:
+        return self._registry.node(int(self._registry.tables[tier].owner[slot]))
+
+    def _path_to_slot(self, tree: HiRadixTree, tier: int, slot: np.int64) -> Path:
+        node = self._owner(tier, slot)
+        return tree.path_to(node, int(self._registry.tables[tier].depth[slot]) - node.first + 1)
+
+
+def _used_at_least(path: Path, hits: int) -> Path:
+    """The leading nodes of the path that have had so many uses."""
+    if hits <= 1 or all(node.hits >= hits for node, _ in path):
+        return path
+    return path[: next(i for i, (node, _) in enumerate(path) if node.hits < hits)]
+
+
+def _allowed(node: Node, hits: int | None) -> bool:
+    # None is "on eviction": closing evicts everything.
+    return hits is None or node.hits >= hits
+
+
+def _preorder(trees: list[HiRadixTree]) -> Iterator[Node]:
+    for tree in trees:
+        todo = list(tree.root.children.values())
+        while todo:
+            node = todo.pop()
+            yield node
+            todo += node.children.values()

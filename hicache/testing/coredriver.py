@@ -1,0 +1,526 @@
+"""Drives a `Core` at random and knows what must be true: which page's bytes lie in which slot, and what is stored.
+
+`CoreDriver` plays the engine, the copy threads and the storage. Transfers begin and end in any order, fail, find their
+source missing, are cancelled and outlive a clear. Bytes are modelled as one tag a slot: the hash of the page, or a mark
+of the transfer that is writing it; so a slot that is read too early, freed too early or shared is seen at once.
+
+It draws every decision from a `Choices`: a seeded random generator, or hypothesis, which can shrink.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+import numpy as np
+
+from hicache.core.cache import Core
+from hicache.core.config import CoreConfig
+from hicache.core.prompt import Prompt
+from hicache.core.transfers import Lease, Transfer, TransferKind
+from hicache.core.tree import HiRadixTree
+from hicache.errors import OutOfSlots
+from hicache.events import Cleared, Stored
+from hicache.records import PageResult, Tier
+
+T = TypeVar("T")
+_DEVICE, _HOST = int(Tier.DEVICE), int(Tier.HOST)
+_WRITING = -1
+"""Tag of a private slot that its request is writing; a transfer's mark is `-1 - its id`."""
+
+
+class Choices(Protocol):
+    """Where decisions come from."""
+
+    def integer(self, low: int, high: int) -> int:
+        """An integer of low to high, both included."""
+        ...
+
+
+class SeededChoices:
+    """Decisions of a seeded generator."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)  # noqa: S311  tests need it repeatable, not secret
+
+    def integer(self, low: int, high: int) -> int:
+        """An integer of low to high, both included."""
+        return self._random.randint(low, high)
+
+
+class CountingHasher:
+    """Page hashes as 8-byte integers that depend on everything from the root on. No hash function: no collisions."""
+
+    size = 8
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[bytes | None, bytes], int] = {}
+        self.width = 2
+
+    def extend(self, parent: bytes | None, symbols: bytes, pages: int) -> bytes:
+        """Number each (past, symbol) as it is first met."""
+        hashes = []
+        for i in range(pages):
+            key = (parent, symbols[i * self.width : (i + 1) * self.width])
+            number = self._numbers.setdefault(key, len(self._numbers) + 1)
+            parent = number.to_bytes(8, "little")
+            hashes.append(parent)
+        return b"".join(hashes)
+
+
+@dataclass(eq=False)
+class _Engine:
+    """A request as its engine sees it."""
+
+    lease: Lease
+    number: int
+    reads: list[tuple[int, np.ndarray, list[int]]] = field(default_factory=list)  # tier, slots, tags expected there
+
+
+@dataclass
+class _Running:
+    transfer: Transfer
+    begun: bool = False
+    got: list[bool] = field(default_factory=list)
+
+
+def tag(page_hash: bytes) -> int:
+    """The tag of a page's bytes."""
+    return int.from_bytes(page_hash, "little")
+
+
+class CoreDriver:
+    """A core under random use, with a model beside it.
+
+    Attributes:
+        core: the core.
+        steps: steps made.
+        seen: how often each kind of thing happened, so that a test can tell that it did.
+    """
+
+    def __init__(self, choices: Choices, config: CoreConfig, *, namespaces: int = 2, alphabet: int = 2) -> None:
+        self.core = Core(config)
+        self.steps = 0
+        self.seen: dict[str, int] = {}
+        self._choices = choices
+        self._alphabet = alphabet
+        self._hashers = [CountingHasher() for _ in range(namespaces)]
+        self._prompts: list[Prompt] = []
+        self._engines: list[_Engine] = []
+        self._running: dict[int, _Running] = {}
+        self._writers: dict[int, Transfer] = {}
+        self._stored: dict[tuple[bytes, int], set[int]] = {}
+        self._putting: set[tuple[bytes, int, int]] = set()
+        self._tags = [np.zeros(self.core.registry.tables[tier].capacity, np.int64) for tier in (_DEVICE, _HOST)]
+        self._visible: dict[tuple[bytes, Tier], list[int]] = {}
+        self._number = 0
+
+    # ---- choosing
+
+    def _one_in(self, n: int) -> bool:
+        return self._choices.integer(1, n) == 1
+
+    def _pick(self, items: Sequence[T]) -> T:
+        return items[self._choices.integer(0, len(items) - 1)]
+
+    def _tree(self, which: int) -> HiRadixTree:
+        namespace = bytes([which]) * 16
+        return self.core.tree(namespace, width=2, hasher=self._hashers[which])
+
+    def _prompt(self) -> tuple[HiRadixTree, Prompt]:
+        if self._prompts and not self._one_in(3):
+            prompt = self._pick(self._prompts)
+        else:
+            which = self._choices.integer(0, len(self._hashers) - 1)
+            pages = self._choices.integer(0, 10)
+            # Few symbols and many zeros: prompts that share much and part anywhere.
+            symbols = [self._choices.integer(0, self._alphabet - 1) if self._one_in(2) else 0 for _ in range(pages)]
+            prompt = Prompt(b"".join(s.to_bytes(2, "little") for s in symbols), 2, self._hashers[which])
+            self._prompts = [*self._prompts, prompt][-12:]
+        which = next(i for i, hasher in enumerate(self._hashers) if hasher is prompt.hasher)
+        return self._tree(which), prompt
+
+    def _note(self, what: str) -> None:
+        self.seen[what] = self.seen.get(what, 0) + 1
+
+    # ---- steps
+
+    STEPS = (
+        ("request", 16),
+        ("allocate_and_commit", 18),
+        ("close", 12),
+        ("load", 10),
+        ("prefetch", 8),
+        ("run", 30),
+        ("withdraw_interest", 2),
+        ("evict", 3),
+        ("flush", 4),
+        ("drain", 1),
+        ("lose_stored", 2),
+        ("clear", 1),
+        ("sweep", 2),
+        ("match", 4),
+        ("decode", 6),
+    )
+
+    def step(self) -> str:
+        """Do one random thing, then take what the core wants done. Returns its name."""
+        at = self._choices.integer(1, sum(weight for _, weight in self.STEPS))
+        for name, weight in self.STEPS:
+            at -= weight
+            if at <= 0:
+                break
+        self.steps += 1
+        getattr(self, f"_{name}")()
+        self._take_actions()
+        if self._running and self._one_in(4):
+            self._run()
+            self._take_actions()
+        self._replay_events()
+        return name
+
+    def check(self) -> None:
+        """Everything that must hold now."""
+        self.core.check()
+        for engine in self._engines:
+            for tier, slots, tags in engine.reads:
+                assert self._tags[tier][slots].tolist() == tags, "bytes of a lease changed under it"
+            private = self._private(engine.lease)
+            assert (self._tags[_DEVICE][private] == _WRITING).all(), "somebody else wrote a private slot"
+        for tree in self.core.trees:
+            self._check_contents(tree)
+
+    def _check_contents(self, tree: HiRadixTree) -> None:
+        seen: dict[Tier, set[int]] = {tier: set() for tier in Tier}
+        todo = list(tree.root.children.values())
+        while todo:
+            node = todo.pop()
+            todo += node.children.values()
+            hashes = [tag(h) for h in tree.hashes(node, 0, node.pages)]
+            for tier in (_DEVICE, _HOST):
+                resident = node.resident[tier]
+                assert self._tags[tier][node.slots[tier][:resident]].tolist() == hashes[:resident], "wrong bytes"
+                seen[Tier(tier)].update(hashes[:resident])
+            seen[Tier.STORAGE].update(hashes[: node.believed])
+        if self.core.config.events:
+            for tier in Tier:
+                told = self._visible.get((tree.namespace, tier), [])
+                assert sorted(told) == sorted(seen[tier]), f"{tier.name}: events differ from residency"
+
+    def finish(self) -> None:
+        """End everything; afterwards nothing may be held, and both tiers can be emptied."""
+        while self._engines:
+            self._end(self._engines[-1])
+        while self._running or self._writers or self.core.actions:
+            self._take_actions()
+            for number in [*self._running, *self._writers]:
+                self._complete(number)
+        self.core.sweep(1 << 30)
+        self._replay_events()
+        self.check()
+        for tier in (_DEVICE, _HOST):
+            table = self.core.registry.tables[tier]
+            assert not table.pins.any(), "pins left"
+            resident = table.counts[3]
+            assert table.counts == [table.capacity - resident, 0, 0, resident, 0], "slots left behind"
+            assert self.core.evict(tier, 1 << 30) == resident
+        self._replay_events()
+        self.check()
+        assert not self._putting
+        assert not self.core.log.open
+
+    # ---- the engine
+
+    def _request(self) -> None:
+        tree, prompt = self._prompt()
+        limit = self._choices.integer(0, prompt.pages) if self._one_in(4) else None
+        before = self.core.match(tree, prompt, limit)
+        lease = self.core.lease(tree, prompt, limit=limit, priority=self._choices.integer(0, 2))
+        assert lease.match == before, "a lease found something else than the match before it"
+        self._number += 1
+        engine = _Engine(lease, self._number)
+        self._engines.append(engine)
+        self._remember_reads(engine)
+        if self._one_in(5):
+            self._end(engine)
+
+    def _remember_reads(self, engine: _Engine) -> None:
+        lease = engine.lease
+        slots = lease.device_slots()
+        assert len(slots) == lease.device
+        tags = [tag(h) for h in lease.prompt.hashes(0, lease.device)]
+        assert self._tags[_DEVICE][slots].tolist() == tags, "a lease was given wrong bytes"
+        engine.reads = [(_DEVICE, slots.copy(), tags)]
+
+    def _private(self, lease: Lease) -> np.ndarray:
+        own = lease.own
+        return own[self.core.registry.tables[_DEVICE].state[own] == 1]
+
+    def _open(self) -> _Engine | None:
+        return self._pick(self._engines) if self._engines else None
+
+    def _allocate_and_commit(self) -> None:
+        engine = self._open()
+        if engine is None:
+            return
+        lease = engine.lease
+        wanted = lease.prompt.pages - (lease.device if lease.start is None else lease.start + len(lease.own))
+        if wanted > 0:
+            room = self.core.available(_DEVICE)
+            try:
+                slots = self.core.allocate(lease, wanted)
+            except OutOfSlots:
+                assert room < wanted
+                self._note("out of slots")
+                return
+            assert room >= wanted
+            self._tags[_DEVICE][slots] = _WRITING
+        if lease.start is None or self._one_in(5):
+            return
+        upto = lease.prompt.pages if self._one_in(2) else self._choices.integer(lease.committed, lease.prompt.pages)
+        ready = self._one_in(2)
+        own = lease.own[lease.committed - lease.start : max(upto - lease.start, 0)]
+        written = own if ready else own[:0]
+        hashes = [tag(h) for h in lease.prompt.hashes(lease.committed, upto)]
+        if ready:
+            self._tags[_DEVICE][written] = hashes[: len(written)]
+        transfer = self.core.commit(lease, upto, ready=ready)
+        state = self.core.registry.tables[_DEVICE].state
+        self._tags[_DEVICE][own[state[own] == 1]] = _WRITING  # what stayed private stays the engine's to write
+        if transfer is not None:
+            assert transfer.target_slots is not None
+            self._tags[_DEVICE][transfer.target_slots] = -1 - transfer.id
+            self._writers[transfer.id] = transfer
+            self._note("writer")
+
+    def _decode(self) -> None:
+        engine = self._open()
+        if engine is None or engine.lease.prompt.pages >= 14:
+            return
+        lease = engine.lease
+        more = self._choices.integer(0, self._alphabet - 1).to_bytes(2, "little")
+        self.core.extend(lease, Prompt(lease.prompt.symbols + more, 2, lease.prompt.hasher))
+
+    def _close(self) -> None:
+        engine = self._open()
+        if engine is not None:
+            self._end(engine)
+
+    def _end(self, engine: _Engine) -> None:
+        self._engines.remove(engine)
+        counts = self.core.release(engine.lease, aborted=self._one_in(4))
+        assert counts.asked == counts.device + counts.host + counts.storage + sum(counts.missed.values())
+        assert self.core.release(engine.lease) is counts
+
+    def _load(self) -> None:
+        engine = self._open()
+        if engine is None:
+            return
+        upto = self._choices.integer(0, engine.lease.prompt.pages) if self._one_in(3) else None
+        self.core.load(engine.lease, upto)
+        self._remember_reads(engine)
+
+    def _prefetch(self) -> None:
+        engine = self._open()
+        if engine is None or not self.core.config.storage:
+            return
+        lease = engine.lease
+        stored = self._stored.get((lease.tree.namespace, lease.tree.generation), set())
+        found = lease.match.device + lease.match.host
+        for page_hash in lease.prompt.hashes(found, lease.limit) if lease.limit > found else []:
+            if tag(page_hash) not in stored:
+                break
+            found += 1
+        self.core.believe(lease, found)
+        self.core.prefetch(lease)
+
+    def _withdraw_interest(self) -> None:
+        waiting = [engine for engine in self._engines if engine.lease.waiting]
+        if waiting:
+            self._note("interest withdrawn")
+            self.core.withdraw_interest(self._pick(waiting).lease)
+
+    def _match(self) -> None:
+        tree, prompt = self._prompt()
+        for tier in (_DEVICE, _HOST):
+            told = set(self._visible.get((tree.namespace, Tier(tier)), []))
+            pages = 0
+            for page_hash in prompt.hashes(0, prompt.pages):
+                if tag(page_hash) not in told:
+                    break
+                pages += 1
+            if self.core.config.events:
+                assert tree.resident_pages(tree.walk(prompt), tier) == pages, "match differs from the model"
+
+    # ---- upkeep
+
+    def _evict(self) -> None:
+        tier = self._choices.integer(0, 1)
+        table = self.core.registry.tables[tier]
+        pages = self._choices.integer(0, 8)
+        expected = min(pages, table.evictable)
+        assert self.core.evict(tier, pages) == expected, "eviction fell short, or went too far"
+
+    def _flush(self) -> None:
+        self.core.flush()
+
+    def _drain(self) -> None:
+        self.core.drain(self._choices.integer(1, 8))
+
+    def _sweep(self) -> None:
+        self.core.sweep(self._choices.integer(1, 6))
+
+    def _clear(self) -> None:
+        if not self._one_in(4):
+            return
+        tree = self._tree(self._choices.integer(0, len(self._hashers) - 1))
+        after = self.core.clear(tree)
+        assert after.generation == tree.generation + 1
+        self._note("clear")
+
+    def _lose_stored(self) -> None:
+        keys = [(key, page) for key, pages in self._stored.items() for page in sorted(pages)]
+        if keys:
+            key, page = self._pick(keys)
+            self._stored[key].discard(page)
+            self._note("stored page lost")
+
+    # ---- transfers
+
+    def _take_actions(self) -> None:
+        while self.core.actions:
+            transfer = self.core.actions.popleft()
+            self._running[transfer.id] = _Running(transfer)
+            self._note(transfer.kind.name)
+            if transfer.kind is TransferKind.PUT:
+                for page in transfer.pages:
+                    key = (transfer.tree.namespace, transfer.tree.generation, tag(page.hash))
+                    assert key not in self._putting, "two writers of one object"
+                    self._putting.add(key)
+        self.core.finished.clear()
+
+    def _run(self) -> None:
+        numbers = [*self._running, *self._writers]
+        if not numbers:
+            return
+        number = self._pick(numbers)
+        if number in self._running and self._one_in(4):
+            self._begin(self._running[number])
+        else:
+            self._complete(number)
+
+    def _source_tags(self, transfer: Transfer) -> list[int] | None:
+        source = transfer.kind.source
+        if source is None or source is Tier.STORAGE:
+            return None
+        tags: list[int] = self._tags[source][transfer.source_slots].tolist()
+        assert all(t > 0 for t in tags), f"{transfer} reads a slot that is not filled"
+        return tags
+
+    def _begin(self, running: _Running) -> None:
+        if running.begun:
+            return
+        running.begun = True
+        transfer = running.transfer
+        self._source_tags(transfer)
+        if transfer.kind is TransferKind.FETCH:
+            stored = self._stored.get((transfer.tree.namespace, transfer.tree.generation), set())
+            running.got = [tag(page.hash) in stored for page in transfer.pages]
+        if transfer.target_slots is not None:
+            self._tags[transfer.kind.target][transfer.target_slots] = -1 - transfer.id
+
+    def _results(self, count: int) -> list[PageResult]:
+        if not self._one_in(4):
+            return [PageResult.OK] * count
+        return [PageResult.FAILED if self._one_in(4) else PageResult.OK for _ in range(count)]
+
+    def _complete(self, number: int) -> None:
+        writer = self._writers.pop(number, None)
+        if writer is not None:
+            self._fill_target(writer, self._results(writer.count))
+            return
+        running = self._running.pop(number)
+        transfer = running.transfer
+        if transfer.cancelled and not running.begun:
+            self._note("cancelled")
+            self._settle(transfer, [PageResult.FAILED] * transfer.count)
+            return
+        self._begin(running)
+        results = self._results(transfer.count)
+        if transfer.kind is TransferKind.LOAD and self._one_in(12):
+            results[self._choices.integer(0, transfer.count - 1)] = PageResult.SOURCE_BAD
+        if transfer.kind is TransferKind.FETCH:
+            results = [r if got else PageResult.SOURCE_BAD for r, got in zip(results, running.got, strict=True)]
+        if transfer.kind is TransferKind.PUT:
+            self._put(transfer, results)
+        else:
+            self._fill_target(transfer, results)
+
+    def _put(self, transfer: Transfer, results: list[PageResult]) -> None:
+        tags = self._source_tags(transfer)
+        assert tags == [tag(page.hash) for page in transfer.pages], "a put read other bytes than its name says"
+        stored = self._stored.setdefault((transfer.tree.namespace, transfer.tree.generation), set())
+        for page, result in zip(transfer.pages, results, strict=True):
+            if result == PageResult.OK:
+                stored.add(tag(page.hash))
+        self._settle(transfer, results)
+
+    def _fill_target(self, transfer: Transfer, results: list[PageResult]) -> None:
+        target, slots = transfer.kind.target, transfer.target_slots
+        assert slots is not None
+        marks = self._tags[target][slots]
+        assert (marks == -1 - transfer.id).all(), f"{transfer}: somebody else wrote its target meanwhile"
+        if transfer.kind is TransferKind.FETCH:
+            tags = [tag(page.hash) for page in transfer.pages]
+        elif transfer.kind is TransferKind.WRITE:
+            tags = self._written_tags(transfer)
+        else:
+            tags = self._source_tags(transfer) or []
+        for slot, content, result in zip(slots.tolist(), tags, results, strict=True):
+            if result == PageResult.OK:
+                self._tags[target][slot] = content
+        self._settle(transfer, results)
+
+    def _written_tags(self, transfer: Transfer) -> list[int]:
+        """What the engine wrote there: the pages of the lease that owns the slots, whoever it is by now."""
+        assert transfer.target_slots is not None
+        table = self.core.registry.tables[_DEVICE]
+        tags = []
+        for slot in transfer.target_slots.tolist():
+            owner = self.core.registry.nodes[table.owner[slot]] if table.owner[slot] >= 0 else None
+            if owner is None:
+                tags.append(1 << 40)  # detached: its bytes are nobody's any more
+            else:
+                page = int(table.depth[slot]) - owner.first
+                tags.append(tag(owner.tree.hashes(owner, page, page + 1)[0]))
+        return tags
+
+    def _settle(self, transfer: Transfer, results: list[PageResult]) -> None:
+        if transfer.kind is TransferKind.PUT:
+            for page in transfer.pages:
+                self._putting.discard((transfer.tree.namespace, transfer.tree.generation, tag(page.hash)))
+        self.core.complete(transfer.id, results)
+        for engine in self._engines:
+            if engine.lease.start is None and engine.lease.device > len(engine.reads[0][1]):
+                self._note("handed over")
+                self._remember_reads(engine)
+
+    # ---- events
+
+    def _replay_events(self) -> None:
+        for event in self.core.events:
+            if isinstance(event, Cleared):
+                for tier in Tier:
+                    self._visible.pop((event.namespace, tier), None)
+                continue
+            pages = self._visible.setdefault((event.namespace, event.tier), [])
+            for page_hash in event.page_hashes:
+                if isinstance(event, Stored):
+                    assert tag(page_hash) not in pages, "stored twice"
+                    pages.append(tag(page_hash))
+                else:
+                    assert tag(page_hash) in pages, "removed before it was stored"
+                    pages.remove(tag(page_hash))
+        self.core.events.clear()
