@@ -61,7 +61,7 @@ class ObjectResult:
 
     @classmethod
     def of(cls, verdict: Verdict) -> ObjectResult:
-        """The result of a read whose bytes were verified: OK, CORRUPT with the cause, or MISSING ("foreign", "newer")."""
+        """The result of a read that was verified: OK, CORRUPT with the cause, or MISSING ("foreign", "newer")."""
         if verdict.kind is VerdictKind.OK:
             return cls(ObjectStatus.OK, header=verdict.header)
         if verdict.kind is VerdictKind.CORRUPT:

@@ -1,1 +1,6 @@
-"""file."""
+"""Storage in files: one root folder, for one process."""
+
+from .backend import FileBackend
+from .filesystem import FileSystem
+
+__all__ = ["FileBackend", "FileSystem"]
