@@ -154,8 +154,8 @@ class CoreDriver:
         ("load", 10),
         ("prefetch", 8),
         ("run", 30),
-        ("withdraw_interest", 2),
-        ("evict", 3),
+        ("withdraw_interest", 4),
+        ("evict", 8),
         ("flush", 4),
         ("drain", 1),
         ("lose_stored", 2),
@@ -243,8 +243,10 @@ class CoreDriver:
         engine = _Engine(lease, self._number)
         self._engines.append(engine)
         self._remember_reads(engine)
-        if self._one_in(5):
-            self._end(engine)
+        if self._one_in(2):
+            self._bring_up(engine)
+        if self._one_in(5) or len(self._engines) > self._choices.integer(1, 5):
+            self._end(self._pick(self._engines))  # else everything is pinned and nothing happens
 
     def _remember_reads(self, engine: _Engine) -> None:
         lease = engine.lease
@@ -324,9 +326,15 @@ class CoreDriver:
 
     def _prefetch(self) -> None:
         engine = self._open()
-        if engine is None or not self.core.config.storage:
-            return
+        if engine is not None:
+            self._bring_up(engine)
+
+    def _bring_up(self, engine: _Engine) -> None:
         lease = engine.lease
+        if not self.core.config.storage:
+            self.core.load(lease)
+            self._remember_reads(engine)
+            return
         stored = self._stored.get((lease.tree.namespace, lease.tree.generation), set())
         found = lease.match.device + lease.match.host
         for page_hash in lease.prompt.hashes(found, lease.limit) if lease.limit > found else []:
@@ -335,6 +343,9 @@ class CoreDriver:
             found += 1
         self.core.believe(lease, found)
         self.core.prefetch(lease)
+        if self._one_in(2):
+            self.core.load(lease)
+            self._remember_reads(engine)
 
     def _withdraw_interest(self) -> None:
         waiting = [engine for engine in self._engines if engine.lease.waiting]
@@ -357,9 +368,9 @@ class CoreDriver:
     # ---- upkeep
 
     def _evict(self) -> None:
-        tier = self._choices.integer(0, 1)
+        tier = self._pick((_DEVICE, _DEVICE, _HOST))
         table = self.core.registry.tables[tier]
-        pages = self._choices.integer(0, 8)
+        pages = self._choices.integer(0, 12)
         expected = min(pages, table.evictable)
         assert self.core.evict(tier, pages) == expected, "eviction fell short, or went too far"
 
