@@ -179,9 +179,7 @@ def encode_header(
     tail = b"".join((key.page_hash, parent_hash or b"", extras, tokens))
     length = _BODY_END + len(tail) + _CHECKSUM.size
     if length > MAX_HEADER:
-        raise InvalidInput(
-            f"object header of {length} bytes: pages of so many tokens are not storable, at most 256 KiB"
-        )
+        raise InvalidInput(f"object header of {length} bytes, above {MAX_HEADER}: use pages of fewer tokens")
     prefix = _PREFIX.pack(
         MAGIC,
         VERSION,

@@ -1,4 +1,4 @@
-"""The documented byte formats: the code makes the vectors, so does a second reading of the document, which quotes them."""
+"""The documented byte formats: code, a second reading of the document and the golden vectors agree."""
 
 from __future__ import annotations
 
