@@ -1,1 +1,153 @@
-"""hicache."""
+"""A hierarchical KV cache for LLM inference: device memory, host memory and storage, without wrong hits.
+
+    geometry = hicache.KVGeometry.mha(layers=32, kv_heads=8, head_dim=128, dtype="bfloat16")
+    namespace = hicache.Namespace(model="org/model", revision="8c22764", geometry=geometry, page_size=64)
+    with hicache.open(namespace, device="8GiB", host="4GiB", storage="file:///var/cache/hicache") as cache:
+        with cache.request(tokens) as request:
+            usable = request.load()
+            fresh = request.allocate()
+            ...  # compute what is missing into cache.device
+            request.commit(ready=hicache.READY)
+
+Names are loaded when they are first used, so that importing this package costs next to nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hicache.clock import Clock, MonotonicClock
+    from hicache.core.config import EdgePolicy
+    from hicache.core.identity import Adapter, Namespace
+    from hicache.core.layout import KVGeometry
+    from hicache.core.reasons import RequestCounts
+    from hicache.errors import (
+        BackendUnavailableError,
+        CacheClosed,
+        ConfigError,
+        GeometryError,
+        HicacheError,
+        HicacheInternalError,
+        InvalidInput,
+        NamespaceError,
+        OutOfSlots,
+        ResidencyError,
+        StorageError,
+        StorageUnavailable,
+        TraceError,
+    )
+    from hicache.events import Cleared, Event, Removed, Stored
+    from hicache.memory.base import DevicePool, HostPool
+    from hicache.memory.device import TensorDevicePool
+    from hicache.memory.writer import READY, ThreadEvent, WriterEvent
+    from hicache.records import Match, MissReason, PageResult, Tier
+    from hicache.runtime.cache import EmbeddedCache
+    from hicache.runtime.closing import CloseReport
+    from hicache.runtime.events import Gap, Subscription
+    from hicache.runtime.opening import open_cache as open  # noqa: A004
+    from hicache.runtime.options import PrefetchTimeout
+    from hicache.runtime.queues import Bound
+    from hicache.runtime.request import Request
+    from hicache.runtime.statistics import CacheStatistics, Totals
+    from hicache.storage.base import StorageBackend
+
+__all__ = [
+    "READY",
+    "Adapter",
+    "BackendUnavailableError",
+    "Bound",
+    "CacheClosed",
+    "CacheStatistics",
+    "Cleared",
+    "Clock",
+    "CloseReport",
+    "ConfigError",
+    "DevicePool",
+    "EdgePolicy",
+    "EmbeddedCache",
+    "Event",
+    "Gap",
+    "GeometryError",
+    "HicacheError",
+    "HicacheInternalError",
+    "HostPool",
+    "InvalidInput",
+    "KVGeometry",
+    "Match",
+    "MissReason",
+    "MonotonicClock",
+    "Namespace",
+    "NamespaceError",
+    "OutOfSlots",
+    "PageResult",
+    "PrefetchTimeout",
+    "Removed",
+    "Request",
+    "RequestCounts",
+    "ResidencyError",
+    "StorageBackend",
+    "StorageError",
+    "StorageUnavailable",
+    "Stored",
+    "Subscription",
+    "TensorDevicePool",
+    "ThreadEvent",
+    "Tier",
+    "Totals",
+    "TraceError",
+    "WriterEvent",
+    "open",
+]
+
+_HOMES = {
+    "hicache.clock": ("Clock", "MonotonicClock"),
+    "hicache.core.config": ("EdgePolicy",),
+    "hicache.core.identity": ("Adapter", "Namespace"),
+    "hicache.core.layout": ("KVGeometry",),
+    "hicache.core.reasons": ("RequestCounts",),
+    "hicache.errors": (
+        "BackendUnavailableError",
+        "CacheClosed",
+        "ConfigError",
+        "GeometryError",
+        "HicacheError",
+        "HicacheInternalError",
+        "InvalidInput",
+        "NamespaceError",
+        "OutOfSlots",
+        "ResidencyError",
+        "StorageError",
+        "StorageUnavailable",
+        "TraceError",
+    ),
+    "hicache.events": ("Cleared", "Event", "Removed", "Stored"),
+    "hicache.memory.base": ("DevicePool", "HostPool"),
+    "hicache.memory.device": ("TensorDevicePool",),
+    "hicache.memory.writer": ("READY", "ThreadEvent", "WriterEvent"),
+    "hicache.records": ("Match", "MissReason", "PageResult", "Tier"),
+    "hicache.runtime.cache": ("EmbeddedCache",),
+    "hicache.runtime.closing": ("CloseReport",),
+    "hicache.runtime.events": ("Gap", "Subscription"),
+    "hicache.runtime.opening": ("open",),
+    "hicache.runtime.options": ("PrefetchTimeout",),
+    "hicache.runtime.queues": ("Bound",),
+    "hicache.runtime.request": ("Request",),
+    "hicache.runtime.statistics": ("CacheStatistics", "Totals"),
+    "hicache.storage.base": ("StorageBackend",),
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    module = _HOME_OF.get(name)
+    if module is None:
+        raise AttributeError(f"module 'hicache' has no attribute {name!r}")
+    found = getattr(import_module(module), "open_cache" if name == "open" else name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,122 @@
+"""Carries out what the core asks for, and tells it how that ended."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+
+from hicache.core.residency import Slots
+from hicache.core.transfers import Transfer, TransferKind
+from hicache.memory.base import CopyEngine
+from hicache.memory.writer import WriterEvent
+from hicache.records import PageResult
+from hicache.runtime.queues import Bound
+from hicache.runtime.reducer import Reducer
+from hicache.runtime.storage_io import StorageIO
+
+_log = logging.getLogger("hicache.runtime")
+
+QUEUE_FULL = "queue_full"
+COPY_QUEUE_FULL = "copy_queue_full"
+PREFETCH_REFUSED = "prefetch_queue_full"
+
+
+class Executor:
+    """Starts transfers, each in the queue of its kind, and completes each exactly once. Used under the reducer's lock.
+
+    Who owns a transfer's slots: from `start` until the core's `complete` the transfer does, whatever becomes of the
+    request behind it; so an operation that never comes back keeps its slots, and only those.
+
+    Attributes:
+        running: transfers begun and not completed, by id.
+        shed: pages turned away at a queue's bound, by reason.
+    """
+
+    def __init__(
+        self,
+        reducer: Reducer,
+        *,
+        copies: CopyEngine,
+        storage: StorageIO | None,
+        page_bytes: int,
+        copy_bound: Bound,
+    ) -> None:
+        self._reducer = reducer
+        self._copies = copies
+        self._storage = storage
+        self._page_bytes = page_bytes
+        self._copy_bound = copy_bound
+        self._copying: dict[int, int] = {}  # pages of each write-back under way
+        self.running: dict[int, Transfer] = {}
+        self.shed: Counter[str] = Counter()
+        reducer.dispatch = self.start
+
+    def start(self, transfer: Transfer) -> None:
+        """Put a transfer into its queue. If that cannot take it, it fails at once."""
+        self.running[transfer.id] = transfer
+        try:
+            shed = self._start(transfer)
+        except Exception:
+            _log.exception("%r could not be started", transfer)
+            shed = "error"
+        if shed:
+            self.shed[shed] += transfer.count
+            self.done(transfer.id, [PageResult.FAILED] * transfer.count)
+
+    def written(self, transfer: Transfer, event: WriterEvent) -> None:
+        """Complete a WRITE once the writer's event has passed."""
+        self.running[transfer.id] = self._reducer.transfers[transfer.id] = transfer
+        try:
+            self._copies.when_ready(event, partial(self._event_passed, transfer.id, transfer.count))
+        except Exception:
+            _log.exception("%r could not be waited for", transfer)
+            self.done(transfer.id, [PageResult.FAILED] * transfer.count)
+
+    def done(self, number: int, results: Sequence[PageResult]) -> None:
+        """A transfer's I/O has ended. Any thread; takes no lock."""
+        self._reducer.post(self._finish, number, results)
+
+    def _start(self, transfer: Transfer) -> str:
+        """Returns the reason if the transfer was turned away."""
+        kind = transfer.kind
+        if kind is TransferKind.LOAD:
+            source, target = _slots(transfer)
+            self._copies.host_to_device(source, target, done=partial(self.done, transfer.id))
+            return ""
+        if kind is TransferKind.WRITE_BACK:
+            return self._write_back(transfer)
+        assert self._storage is not None
+        if kind is TransferKind.FETCH:
+            return "" if self._storage.fetch(transfer, self.done) else PREFETCH_REFUSED
+        return "" if self._storage.put(transfer, self.done) else QUEUE_FULL
+
+    def _write_back(self, transfer: Transfer) -> str:
+        copying = self._copying
+        bound = self._copy_bound
+        pages = sum(copying.values()) + transfer.count
+        if copying and (len(copying) >= bound.requests or pages * self._page_bytes > bound.bytes):
+            return COPY_QUEUE_FULL
+        source, target = _slots(transfer)
+        self._copies.device_to_host(source, target, ready=None, done=partial(self.done, transfer.id))
+        copying[transfer.id] = transfer.count
+        return ""
+
+    def _event_passed(self, number: int, count: int, passed: bool) -> None:
+        self.done(number, [PageResult.OK if passed else PageResult.FAILED] * count)
+
+    def _finish(self, number: int, results: Sequence[PageResult]) -> None:
+        transfer = self.running.pop(number)
+        self._copying.pop(number, None)
+        results = list(results)
+        if len(results) != transfer.count:
+            # A copier that answers for another number of pages has answered for none.
+            results = [PageResult.FAILED] * transfer.count
+        self._reducer.core.complete(number, results)
+
+
+def _slots(transfer: Transfer) -> tuple[Slots, Slots]:
+    assert transfer.source_slots is not None
+    assert transfer.target_slots is not None
+    return transfer.source_slots, transfer.target_slots

@@ -1,0 +1,147 @@
+"""Pages as stored objects: which objects make up a page, and whether what was read is what was asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from hicache.core.partition import ShardPlan
+from hicache.core.prompt import PageIdentity
+from hicache.core.transfers import Transfer
+from hicache.errors import HicacheError
+from hicache.records import PageResult
+from hicache.storage.base import ObjectKey, ObjectResult, ObjectStatus, StorageBackend, StoredObject
+from hicache.storage.codec import encode_header
+
+BATCH_BYTES = 2**23
+"""About the payload of one call to a backend: between two calls a cancelled transfer can end."""
+
+BufferOf = Callable[[int, int, int], memoryview]
+"""(HOST slot, offset, length) to the slot's bytes."""
+
+
+class PageObjects:
+    """Reads and writes whole pages as objects of a backend. Holds no state; any thread may use it.
+
+    A page is there only if all of its shards are. One of them, the anchor, is put last, so that asking for it alone
+    tells whether the page is there.
+
+    Args:
+        backend: keeps the contract to the letter (`GuardedBackend`).
+        buffer: where HOST slots are.
+        plan: the shards of a whole page.
+        token_bytes: bytes of a page's tokens at the front of a symbol; what follows is its extras digest.
+    """
+
+    def __init__(
+        self,
+        backend: StorageBackend,
+        *,
+        buffer: BufferOf,
+        plan: ShardPlan,
+        token_bytes: int,
+    ) -> None:
+        self._backend = backend
+        self._buffer = buffer
+        # The anchor, which answers for the page, stands first here and is put last.
+        self._pieces = tuple(sorted(plan.parts, key=lambda part: part.shard != plan.anchor))
+        self._token_bytes = token_bytes
+        self._batch = max(1, BATCH_BYTES // plan.page_bytes)
+
+    def contains(self, namespace: bytes, generation: int, page_hashes: Sequence[bytes]) -> int:
+        """How many of the pages, from the first on and without a hole, are there. One question to the backend."""
+        shard = self._pieces[0].shard
+        keys = [ObjectKey(namespace, generation, page_hash, shard) for page_hash in page_hashes]
+        answers = self._backend.contains(keys, stop_at_first_miss=True)
+        return next((i for i, there in enumerate(answers) if not there), len(answers))
+
+    def read(self, transfer: Transfer) -> list[PageResult]:
+        """Fetch a transfer's pages into its HOST slots, up to the first that fails; what is behind it is FAILED."""
+        slots = _slots(transfer.target_slots)
+        results = [PageResult.FAILED] * transfer.count
+        for first, end in self._batches(transfer):
+            asked = [self._keys(transfer, page) for page in transfer.pages[first:end]]
+            buffers = [
+                self._buffer(slot, piece.offset, piece.length) for slot in slots[first:end] for piece in self._pieces
+            ]
+            answers = self._backend.get_into([key for keys in asked for key in keys], buffers)
+            for i in range(first, end):
+                at = (i - first) * len(self._pieces)
+                results[i] = self._judge(transfer.pages[i], answers[at : at + len(self._pieces)])
+                if results[i] is not PageResult.OK:
+                    return results
+        return results
+
+    def write(self, transfer: Transfer) -> list[PageResult]:
+        """Put a transfer's pages from its HOST slots. Pages are independent: one that fails stops no other."""
+        slots = _slots(transfer.source_slots)
+        results = [PageResult.FAILED] * transfer.count
+        for first, end in self._batches(transfer):
+            pages = {i: objects for i in range(first, end) if (objects := self._encode(transfer, i, slots[i]))}
+            rest = iter(self._put([stored for objects in pages.values() for stored in objects[1:]]))
+            siblings = {i: [next(rest) for _ in objects[1:]] for i, objects in pages.items()}
+            whole = [i for i, stored in siblings.items() if all(stored)]
+            for i, done in zip(whole, self._put([pages[i][0] for i in whole]), strict=True):
+                results[i] = PageResult.OK if done else PageResult.FAILED
+        return results
+
+    def _put(self, objects: list[StoredObject]) -> list[bool]:
+        return [result.status is ObjectStatus.OK for result in self._backend.put(objects)] if objects else []
+
+    def _batches(self, transfer: Transfer) -> Iterator[tuple[int, int]]:
+        for first in range(0, transfer.count, self._batch):
+            if transfer.cancelled:
+                return
+            yield first, min(first + self._batch, transfer.count)
+
+    def _keys(self, transfer: Transfer, page: PageIdentity) -> list[ObjectKey]:
+        tree = transfer.tree
+        return [ObjectKey(tree.namespace, tree.generation, page.hash, piece.shard) for piece in self._pieces]
+
+    def _encode(self, transfer: Transfer, i: int, slot: int) -> list[StoredObject]:
+        """The page's objects, or none if no header can be made for it."""
+        page = transfer.pages[i]
+        objects = []
+        for key, piece in zip(self._keys(transfer, page), self._pieces, strict=True):
+            payload = self._buffer(slot, piece.offset, piece.length)
+            try:
+                header = encode_header(
+                    key,
+                    parent_hash=page.parent,
+                    depth=page.depth,
+                    tokens=page.symbol[: self._token_bytes],
+                    extras=page.symbol[self._token_bytes :],
+                    payload=payload,
+                )
+            except HicacheError:
+                return []
+            objects.append(StoredObject(key, header, payload))
+        return objects
+
+    def _judge(self, page: PageIdentity, answers: Sequence[ObjectResult]) -> PageResult:
+        """A page is as good as the worst of its shards."""
+        worst = PageResult.OK
+        for answer in answers:
+            if answer.status is ObjectStatus.FAILED:
+                worst = PageResult.FAILED if worst is PageResult.OK else worst
+            elif answer.status is not ObjectStatus.OK or not self._is(page, answer):
+                worst = PageResult.SOURCE_BAD
+        return worst
+
+    def _is(self, page: PageIdentity, answer: ObjectResult) -> bool:
+        """Whether the object says of itself what was asked for: hashes alone may collide, tokens cannot."""
+        header = answer.header
+        extras = page.symbol[self._token_bytes :]
+        return (
+            header is not None
+            and header.tokens == page.symbol[: self._token_bytes]
+            and header.parent_hash == page.parent
+            and header.depth == page.depth
+            and (header.extras or bytes(len(extras))) == extras
+        )
+
+
+def _slots(array: object) -> list[int]:
+    """Slot numbers as Python integers: these index buffers, one by one."""
+    assert array is not None
+    slots: list[int] = array.tolist()  # type: ignore[attr-defined]
+    return slots

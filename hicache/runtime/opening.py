@@ -1,0 +1,201 @@
+"""Puts a cache together from its settings. What fails halfway is taken apart again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from hicache.clock import Clock, MonotonicClock
+from hicache.core.cache import Core
+from hicache.core.config import CoreConfig
+from hicache.core.identity import Namespace
+from hicache.core.partition import plan_shards
+from hicache.core.symbols import EXTRAS_SIZE, TOKEN_SIZE
+from hicache.errors import ConfigError, NamespaceError
+from hicache.memory.base import HostPool
+from hicache.runtime.absent import AbsentPages
+from hicache.runtime.cache import EmbeddedCache
+from hicache.runtime.events import Publisher
+from hicache.runtime.executor import Executor
+from hicache.runtime.loading import Loader
+from hicache.runtime.objects import PageObjects
+from hicache.runtime.options import Options, PrefetchTimeout, WritePolicy, prefetch_timeout, write_policies
+from hicache.runtime.parts import Parts
+from hicache.runtime.pools import DeviceSize, HostSize, Pools, make_pools
+from hicache.runtime.reducer import Reducer
+from hicache.runtime.scopes import Scopes
+from hicache.runtime.storage_io import StorageIO
+from hicache.runtime.waiting import waiter
+from hicache.storage.base import StorageBackend
+from hicache.storage.registry import configured
+
+
+def open_cache(
+    namespace: Namespace,
+    *,
+    device: DeviceSize,
+    host: HostSize = 0,
+    storage: str | StorageBackend | None = None,
+    write_policy: WritePolicy | Sequence[WritePolicy] = "write_through",
+    prefetch_timeout: PrefetchTimeout | float = PrefetchTimeout(),  # noqa: B008  frozen
+    bytes: bool = True,  # noqa: A002  the word that users know
+    clock: Clock | None = None,
+    **options: Any,
+) -> EmbeddedCache:
+    """Open a cache for one model.
+
+    Args:
+        namespace: the model as served.
+        device: the engine's own pool (`DevicePool`), or the size of one to be made: pages, or bytes such as "2GiB".
+            With `bytes=False` None is without limit.
+        host: size of the host tier, in pages or bytes; 0 is none.
+        storage: URL such as "file:///var/cache/hicache?capacity=100GiB", or an open backend, which stays the
+            caller's to close; None is none. It stages through the host tier, so that must not be 0.
+        write_policy: `write_through`, `write_through_selective`, `write_back` or an `EdgePolicy`; a pair gives one
+            for DEVICE to HOST and one for HOST to STORAGE.
+        prefetch_timeout: a `PrefetchTimeout`, or seconds.
+        bytes: False makes pools that hold no bytes, for simulation.
+        clock: a monotonic clock.
+        options: fields of `Options`: `eviction`, `prefetch`, `prefetch_threshold`, `extras`, `events`, ...
+
+    Returns:
+        The cache; close it, best by `with`.
+
+    Raises:
+        ConfigError: sizes, policies or URLs that cannot work here.
+        GeometryError: a device pool of another geometry or page size.
+        StorageError: storage cannot be reached.
+    """
+    if not isinstance(namespace, Namespace):
+        raise NamespaceError(f"namespace must be a Namespace, not {type(namespace).__name__}")
+    settings = _settings(options, write_policy, prefetch_timeout)
+    if storage is not None and not bytes:
+        raise ConfigError("storage keeps bytes, but bytes=False makes pools without any: leave one of them out")
+    if storage is not None and host == 0:
+        raise ConfigError("storage stages through the host tier, and host is 0: give it a size, such as host='4GiB'")
+    with ExitStack() as undo:
+        pools = make_pools(namespace, device=device, host=host, with_bytes=bytes, options=settings)
+        undo.callback(_close_pools, pools)
+        config = _core_config(settings, pools, storage=storage is not None)
+        backend = None if storage is None else configured(storage)
+        owns_backend = isinstance(storage, str)
+        if backend is not None and owns_backend:
+            undo.callback(backend.close)
+        cache = _wire(
+            namespace,
+            settings,
+            config=config,
+            pools=pools,
+            backend=backend,
+            owns_backend=owns_backend,
+            clock=clock or MonotonicClock(),
+            undo=undo,
+        )
+        undo.pop_all()
+    return cache
+
+
+def _settings(
+    options: dict[str, Any], policy: WritePolicy | Sequence[WritePolicy], timeout: PrefetchTimeout | float
+) -> Options:
+    unknown = sorted(set(options) - set(Options.__dataclass_fields__))
+    if unknown:
+        known = ", ".join(sorted(Options.__dataclass_fields__))
+        raise ConfigError(f"open: unknown option {', '.join(unknown):.200}; known are: {known}")
+    down, out = write_policies(policy)
+    defaults: dict[str, Any] = {
+        "device_to_host": down,
+        "host_to_storage": out,
+        "prefetch_timeout": prefetch_timeout(timeout),
+    }
+    return Options(**(defaults | options))
+
+
+def _core_config(options: Options, pools: Pools, *, storage: bool) -> CoreConfig:
+    return CoreConfig(
+        device_pages=pools.device.slots,
+        host_pages=pools.host.slots if pools.host is not None else 0,
+        storage=storage,
+        eviction=options.eviction,
+        device_to_host=options.device_to_host,
+        host_to_storage=options.host_to_storage,
+        fetch_pages=options.fetch_pages(pools.device.page_bytes),
+        reserve=options.reserve,
+        stub_pages=options.stub_pages,
+        ghost_pages=options.ghost_pages,
+        events=options.events,
+    )
+
+
+def _wire(
+    namespace: Namespace,
+    options: Options,
+    *,
+    config: CoreConfig,
+    pools: Pools,
+    backend: StorageBackend | None,
+    owns_backend: bool,
+    clock: Clock,
+    undo: ExitStack,
+) -> EmbeddedCache:
+    publisher = Publisher()
+    core = Core(config)
+    flushes = options.device_to_host.on_eviction or options.host_to_storage.on_eviction
+    reducer = Reducer(core, wait=waiter(clock), publish=publisher.publish, flushes=flushes)
+    width = TOKEN_SIZE * namespace.page_size + (EXTRAS_SIZE if options.extras else 0)
+    storage = None
+    if backend is not None:
+        assert pools.host is not None
+        storage = _storage_io(namespace, options, pools.host, backend, clock)
+        undo.callback(storage.close, lambda thread: thread.join(1.0))
+    scopes = Scopes(namespace, reducer=reducer, backend=backend, storage=storage, clock=clock, width=width)
+    if storage is not None:
+        storage.manifest = scopes.manifest
+    executor = Executor(
+        reducer,
+        copies=pools.copies,
+        storage=storage,
+        page_bytes=pools.device.page_bytes,
+        copy_bound=options.copy_bound,
+    )
+    loader = Loader(reducer, storage=storage, options=options, clock=clock, page_size=namespace.page_size)
+    parts = Parts(
+        namespace=namespace,
+        options=options,
+        clock=clock,
+        pools=pools,
+        backend=backend,
+        owns_backend=owns_backend,
+        core=core,
+        reducer=reducer,
+        executor=executor,
+        storage=storage,
+        scopes=scopes,
+        loader=loader,
+        publisher=publisher,
+        width=width,
+    )
+    return EmbeddedCache(parts)
+
+
+def _storage_io(
+    namespace: Namespace, options: Options, host: HostPool, backend: StorageBackend, clock: Clock
+) -> StorageIO:
+    plan = plan_shards(namespace.geometry, namespace.page_size)
+    token_bytes = TOKEN_SIZE * namespace.page_size
+    return StorageIO(
+        backend,
+        objects=PageObjects(backend, buffer=host.buffer, plan=plan, token_bytes=token_bytes),
+        options=options,
+        absent=AbsentPages(clock, seconds=options.absent_seconds),
+        page_bytes=host.page_bytes,
+    )
+
+
+def _close_pools(pools: Pools) -> None:
+    pools.copies.close(0.0)
+    if pools.host is not None:
+        pools.host.close()
+    if pools.owns_device:
+        pools.device.close()

@@ -1,0 +1,55 @@
+"""What one cache is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hicache.clock import Clock
+from hicache.core.cache import Core
+from hicache.core.identity import Namespace
+from hicache.runtime.events import Publisher
+from hicache.runtime.executor import Executor
+from hicache.runtime.loading import Loader
+from hicache.runtime.options import Options
+from hicache.runtime.pools import Pools
+from hicache.runtime.reducer import Reducer
+from hicache.runtime.scopes import Scopes
+from hicache.runtime.storage_io import StorageIO
+from hicache.storage.base import StorageBackend
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The machinery of a cache, put together by `open_cache`.
+
+    Attributes:
+        namespace: the model as served.
+        options: settings.
+        clock: time for all of it.
+        pools: memory, and the engine that copies.
+        backend: the guarded backend; None without storage.
+        owns_backend: whether the backend was opened here, and is closed with the cache.
+        core: the pure core; touched only under the reducer's lock.
+        reducer: the lock and the inbox.
+        executor: starts and completes transfers.
+        storage: threads for storage; None without storage.
+        scopes: namespaces and their trees.
+        loader: prefetches and loads.
+        publisher: hands events out.
+        width: bytes of a page's symbol.
+    """
+
+    namespace: Namespace
+    options: Options
+    clock: Clock
+    pools: Pools
+    backend: StorageBackend | None
+    owns_backend: bool
+    core: Core
+    reducer: Reducer
+    executor: Executor
+    storage: StorageIO | None
+    scopes: Scopes
+    loader: Loader
+    publisher: Publisher
+    width: int
