@@ -66,7 +66,7 @@ def _layer_range(layers: int | tuple[int, int]) -> tuple[int, int]:
     return start, end
 
 
-def largest_divisor(number: int, limit: int) -> int:
+def _largest_divisor(number: int, limit: int) -> int:
     """The largest divisor of `number` that is at most `limit`."""
     return next(divisor for divisor in range(min(number, limit), 0, -1) if number % divisor == 0)
 
@@ -113,7 +113,7 @@ class LayerGroup:
             return
         _count(self.head_group, "head_group", most=MAX_HEAD_GROUPS)
         if self.kv_heads % self.head_group:
-            fits = largest_divisor(self.kv_heads, self.head_group)
+            fits = _largest_divisor(self.kv_heads, self.head_group)
             raise GeometryError(
                 f"head_group={self.head_group} does not divide {self.kv_heads} kv heads: use head_group={fits}"
             )

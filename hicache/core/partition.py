@@ -11,7 +11,7 @@ from math import gcd
 from typing import Final
 
 from hicache.core.keys import Shard
-from hicache.core.layout import KVGeometry, LayerGroup, largest_divisor
+from hicache.core.layout import KVGeometry, LayerGroup
 from hicache.core.symbols import check_page_size
 from hicache.errors import GeometryError
 
@@ -95,7 +95,7 @@ def plan_shards(
         GeometryError: the rank's ranges are no union of shards; the text names a value that would fit.
     """
     check_page_size(page_size)
-    _check_ranks(tp_rank, tp_size)
+    _check_ranks(geometry, tp_rank, tp_size)
     stage = _check_stage(geometry, pp_layers)
     digest = geometry.digest(page_size)
     parts: list[ShardPart] = []
@@ -139,9 +139,6 @@ def _own_groups(group: LayerGroup, tp_rank: int, tp_size: int) -> _Own:
     heads = group.kv_heads
     if heads == 0:
         return _Own(0, 1, tp_rank, tp_size)
-    if heads % tp_size and tp_size % heads:
-        fits = largest_divisor(heads, tp_size)
-        raise GeometryError(f"{tp_size} ranks cannot share {heads} kv heads evenly: use tp_size={fits}")
     replicas = max(1, tp_size // heads)
     local = max(1, heads // tp_size)
     if local % group.head_group:
@@ -154,11 +151,22 @@ def _own_groups(group: LayerGroup, tp_rank: int, tp_size: int) -> _Own:
     return _Own(first_head // group.head_group, local // group.head_group, tp_rank % replicas, replicas)
 
 
-def _check_ranks(tp_rank: int, tp_size: int) -> None:
+def _shares_evenly(group: LayerGroup, tp_size: int) -> bool:
+    heads = group.kv_heads
+    return heads == 0 or heads % tp_size == 0 or tp_size % heads == 0
+
+
+def _check_ranks(geometry: KVGeometry, tp_rank: int, tp_size: int) -> None:
     if type(tp_size) is not int or tp_size < 1:
         raise GeometryError(f"tp_size {tp_size!r:.40} must be an integer of at least 1")
     if type(tp_rank) is not int or not 0 <= tp_rank < tp_size:
         raise GeometryError(f"tp_rank {tp_rank!r:.40} must be an integer of 0 to {tp_size - 1}")
+    for group in geometry.groups:
+        if not _shares_evenly(group, tp_size):
+            fits = next(
+                size for size in range(tp_size, 0, -1) if all(_shares_evenly(other, size) for other in geometry.groups)
+            )
+            raise GeometryError(f"{tp_size} ranks cannot share {group.kv_heads} kv heads evenly: use tp_size={fits}")
 
 
 def _check_stage(geometry: KVGeometry, pp_layers: tuple[int, int] | None) -> tuple[int, int]:
