@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import pytest
+
+from hicache.core.config import EdgePolicy
+from hicache.errors import ConfigError
+from hicache.runtime.options import (
+    Options,
+    PrefetchTimeout,
+    check_deadline,
+    pool_pages,
+    prefetch_timeout,
+    write_policies,
+)
+from hicache.runtime.queues import Bound
+
+
+def test_defaults_are_valid() -> None:
+    assert Options().prefetch == "timeout"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("prefetch", "soon", "best_effort, timeout, wait_complete"),
+        ("prefetch_threshold", -1, "prefetch_threshold=-1"),
+        ("prefetch_threshold", 1.5, "prefetch_threshold=1.5"),
+        ("read_threads", 0, "read_threads=0"),
+        ("write_threads", True, "write_threads=True"),
+        ("longest_wait", float("nan"), "longest_wait=nan"),
+        ("longest_wait", -1.0, "longest_wait=-1.0"),
+        ("absent_seconds", "1", "absent_seconds='1'"),
+        ("write_bound", Bound(bytes=0, requests=1), "write_bound.bytes=0"),
+        ("copy_bound", Bound(bytes=1, requests=0), "copy_bound.requests=0"),
+    ],
+)
+def test_what_cannot_work_is_named(name: str, value: object, text: str) -> None:
+    with pytest.raises(ConfigError, match=text.replace("(", r"\(")):
+        Options(**{name: value})  # type: ignore[arg-type]
+
+
+def test_write_policies_by_name_pair_and_value() -> None:
+    through, selective = EdgePolicy(1), EdgePolicy(2)
+    assert write_policies("write_through") == (through, through)
+    assert write_policies(("write_through", "write_through_selective")) == (through, selective)
+    assert write_policies(EdgePolicy(7)) == (EdgePolicy(7), EdgePolicy(7))
+    assert write_policies("write_back")[0].on_eviction
+    with pytest.raises(ConfigError, match="write_around"):
+        write_policies("write_around")
+    with pytest.raises(ConfigError, match="3 parts"):
+        write_policies(["write_back"] * 3)
+
+
+def test_sizes_are_pages_or_bytes() -> None:
+    assert pool_pages(7, page_bytes=1024, tier="host") == 7
+    assert pool_pages("1MiB", page_bytes=1024, tier="host") == 1024
+    for given, page_bytes, text in [
+        (-1, 1024, "host=-1"),
+        (2.5, 1024, "host=2.5"),
+        (2**60, 1024, "absurdly"),
+        ("100 B", 1024, "less than one page"),
+        ("1GiB", 0, "no bytes"),
+        ("many", 1024, "many"),
+    ]:
+        with pytest.raises(ConfigError, match=text):
+            pool_pages(given, page_bytes=page_bytes, tier="host")  # type: ignore[arg-type]
+
+
+def test_prefetch_time_grows_with_tokens_up_to_a_cap() -> None:
+    timeout = PrefetchTimeout(base=1.0, per_1024_tokens=0.5, cap=3.0)
+    assert timeout.seconds(0) == 1.0
+    assert timeout.seconds(2048) == 2.0
+    assert timeout.seconds(10**9) == 3.0
+    assert prefetch_timeout(0.25).seconds(10**6) == 0.25
+    with pytest.raises(ConfigError, match="base"):
+        prefetch_timeout(-1)
+
+
+def test_deadlines() -> None:
+    check_deadline(None)
+    check_deadline(0)
+    for bad in (-0.1, float("inf"), float("nan"), "1", True):
+        with pytest.raises(ConfigError, match="deadline"):
+            check_deadline(bad)  # type: ignore[arg-type]
+
+
+def test_a_transfer_from_storage_is_cut_by_bytes_and_by_pages() -> None:
+    options = Options(fetch_bytes=1000)
+    assert options.fetch_pages(100) == 10
+    assert options.fetch_pages(1) == 32
+    assert options.fetch_pages(5000) == 1
+    assert options.fetch_pages(0) == 32
