@@ -20,7 +20,7 @@ from hicache.core.prefetch import Loader
 from hicache.core.prompt import Hasher, Prompt
 from hicache.core.reasons import RequestCounts, count
 from hicache.core.registry import DEVICE, HOST, Registry
-from hicache.core.residency import NO_SLOTS, Slots, SlotState
+from hicache.core.residency import FREE, NO_SLOTS, PRIVATE, RESIDENT, Slots
 from hicache.core.room import SWEEP_PAGES, Room
 from hicache.core.statistics import CoreStatistics, snapshot
 from hicache.core.transferlog import TransferLog
@@ -171,8 +171,8 @@ class Core:
         if not table.growing and self._room.available(DEVICE) < pages:
             raise OutOfSlots(
                 asked=pages,
-                free=table.counts[SlotState.FREE],
-                evictable=self._room.available(DEVICE) - table.counts[SlotState.FREE],
+                free=table.counts[FREE],
+                evictable=self._room.available(DEVICE) - table.counts[FREE],
                 capacity=table.capacity,
             )
         slots = self._room.take(DEVICE, pages)
@@ -208,7 +208,8 @@ class Core:
         if not tree.live:
             return None
         self.registry.tick += 1
-        held, _ = tree.held(tree.walk(prompt, upto), DEVICE)
+        walked = tree.walk(prompt, upto)
+        held, _ = tree.held(walked, DEVICE)
         at = len(held)
         if at < first:
             return None
@@ -216,7 +217,7 @@ class Core:
         if not len(fresh):
             self.log.hold(lease, DEVICE, held, at)
             return None
-        path = self._copies.fill(DEVICE, tree, prompt, at, fresh, hits=1, extend_from=start)
+        path = self._copies.fill(DEVICE, tree, prompt, at, fresh, hits=1, extend_from=start, path=walked)
         for node, _ in path:
             self.registry.use(node, lease.priority)
         if not at:
@@ -233,7 +234,7 @@ class Core:
                 if node.first + node.pages > at:
                     self._copies.publish(DEVICE, node)
                     break
-            if table.state[fresh[-1]] == SlotState.RESIDENT:
+            if table.state[fresh[-1]] == RESIDENT:
                 self.log.end_settled()
                 self._writer.used(path)
                 return None
@@ -269,7 +270,7 @@ class Core:
         lease.counts = count(lease, self.registry.ghosts, aborted=aborted)
         if len(lease.own):
             table = self.registry.tables[DEVICE]
-            private = lease.own[table.state[lease.own] == SlotState.PRIVATE]
+            private = lease.own[table.state[lease.own] == PRIVATE]
             if len(private):
                 table.give_back(private)
         if lease.tree.live:

@@ -14,9 +14,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hicache.core.registry import DEVICE, HOST, Registry
-from hicache.core.residency import NO_SLOTS, SlotEvent, Slots, SlotState
+from hicache.core.residency import FILLING, NO_SLOTS, PRIVATE, QUARANTINED, RESIDENT, SlotEvent, Slots
 from hicache.core.transfers import PinSet, Transfer
 from hicache.events import Removed, Stored
 from hicache.records import MissReason, Tier
@@ -61,10 +62,11 @@ class Copies:
         if len(slots):
             table = self.registry.tables[tier]
             pins = table.pins[slots]
-            fresh = slots[pins == 0] if not pins.all() else NO_SLOTS
             table.pins[slots] = pins + 1
+            # All sets are root-prefixes, so pins never rise along a chain: what nothing pinned before is its tail.
+            fresh = slots[np.count_nonzero(pins) :]
             if len(fresh):
-                resident = int(np.count_nonzero(table.state[fresh] == SlotState.RESIDENT))
+                resident = int(np.count_nonzero(table.state[fresh] == RESIDENT))
                 table.pinned += resident
                 tree.pinned[tier] += resident
         return PinSet(tier, tree, slots, base)
@@ -86,18 +88,18 @@ class Copies:
         table = self.registry.tables[tier]
         left = table.pins[slots] - 1
         table.pins[slots] = left
-        loose = slots if not left.any() else slots[left == 0]
+        loose = slots[np.count_nonzero(left) :]  # a tail, as in `pin`
         if not len(loose):
             return
         states = table.state[loose]
-        gone = loose[states == SlotState.QUARANTINED]
+        gone = loose[states == QUARANTINED] if np.count_nonzero(states == QUARANTINED) else NO_SLOTS
         if len(gone):
             table.reclaim(gone)
         if not tree.live:
             # What was cleared and is not swept yet counts as quarantined; the sweep frees what nothing pins.
             self._loosen_grave(tier, tree, len(loose) - len(gone))
             return
-        resident = int(np.count_nonzero(states == SlotState.RESIDENT))
+        resident = int(np.count_nonzero(states == RESIDENT))
         table.pinned -= resident
         tree.pinned[tier] -= resident
         # Wake the owner of the deepest slot that is still attached: it may be a candidate now.
@@ -117,13 +119,22 @@ class Copies:
     # ---- filling
 
     def fill(
-        self, tier: int, tree: HiRadixTree, prompt: Prompt, at: int, slots: Slots, *, hits: int, extend_from: int | None
+        self,
+        tier: int,
+        tree: HiRadixTree,
+        prompt: Prompt,
+        at: int,
+        slots: Slots,
+        *,
+        hits: int,
+        extend_from: int | None = None,
+        path: Path | None = None,
     ) -> Path:
         """Attach PRIVATE slots as the FILLING copies of pages `at`.. of a prompt, behind what the tier holds.
 
-        Never evicts. Returns the path up to the last of them.
+        Never evicts. Returns the path up to the last of them. `path` is the walk of these pages, if it is still true.
         """
-        path = tree.grow(prompt, at + len(slots), hits=hits, extend_from=extend_from)
+        path = tree.grow(prompt, at + len(slots), hits=hits, extend_from=extend_from, path=path)
         self.fill_path(tier, tree, path, slots)
         return path
 
@@ -131,7 +142,7 @@ class Copies:
         """`fill` for nodes that are there already."""
         registry = self.registry
         table = registry.tables[tier]
-        table.advance(slots, SlotState.PRIVATE, SlotEvent.RESERVE)
+        table.advance(slots, PRIVATE, SlotEvent.RESERVE)
         tree.filling[tier] += len(slots)
         used = 0
         for node, pages in path:
@@ -167,7 +178,7 @@ class Copies:
             filling = node.slots[tier][resident:]
             if len(filling):
                 verified = table.verified[filling]
-                ready = filling if verified.all() else filling[: int(verified.argmin())]
+                ready = filling[: _leading(verified)]
                 if len(ready):
                     self._make_visible(tier, node, resident, ready)
             if node.resident[tier] == node.pages and node.below[tier]:
@@ -177,7 +188,7 @@ class Copies:
         registry, tree = self.registry, node.tree
         table = registry.tables[tier]
         pages = len(slots)
-        table.advance(slots, SlotState.FILLING, SlotEvent.PUBLISH)
+        table.advance(slots, FILLING, SlotEvent.PUBLISH)
         pinned = int(np.count_nonzero(table.pins[slots]))
         table.pinned += pinned
         tree.pinned[tier] += pinned
@@ -227,12 +238,12 @@ class Copies:
             pinned = int(np.count_nonzero(table.pins[taken]))
             table.pinned -= pinned
             tree.pinned[tier] -= pinned
-            table.advance(taken, SlotState.RESIDENT, SlotEvent.DETACH)
+            table.advance(taken, RESIDENT, SlotEvent.DETACH)
             tree.resident[tier] -= lost
             node.resident[tier] = keep
         unfilled = held[max(resident, keep) :]
         if len(unfilled):
-            table.advance(unfilled, SlotState.FILLING, SlotEvent.DETACH)
+            table.advance(unfilled, FILLING, SlotEvent.DETACH)
             tree.filling[tier] -= len(unfilled)
         node.slots[tier] = held[:keep] if keep else NO_SLOTS
         table.owner[gone] = -1
@@ -287,7 +298,7 @@ class Copies:
         if slots is None or not transfer.tree.live:
             return False
         table = self.registry.tables[tier]
-        hanging = slots[(table.state[slots] == SlotState.FILLING) & (table.filler[slots] == transfer.id)]
+        hanging = slots[(table.state[slots] == FILLING) & (table.filler[slots] == transfer.id)]
         if not len(hanging):
             return False
         last = int(hanging[-1])
@@ -326,8 +337,7 @@ class Copies:
                 continue
             acknowledged = stored[node.slots[HOST][node.believed :]]
             if len(acknowledged):
-                more = len(acknowledged) if acknowledged.all() else int(acknowledged.argmin())
-                self.set_belief(node, node.believed + more)
+                self.set_belief(node, node.believed + _leading(acknowledged))
             if node.believed == node.pages:
                 todo += [child for child in node.children.values() if len(child.slots[HOST]) > child.believed]
 
@@ -365,3 +375,9 @@ class Copies:
         hashes = tree.hashes(node, first, end)
         hashes.reverse()
         self.registry.events.append(Removed(tree.namespace, tree.generation, tier, tuple(hashes), reason.value))
+
+
+def _leading(flags: NDArray[np.bool_]) -> int:
+    """How many leading flags are set."""
+    first_unset = int(flags.argmin())
+    return len(flags) if flags[first_unset] else first_unset

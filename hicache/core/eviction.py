@@ -93,7 +93,7 @@ class Candidates:
         """Whether its last page could be taken now."""
         tier = self.tier
         resident = node.resident[tier]
-        if not resident or node.below[tier] or not node.alive or not node.pages:
+        if not resident or node.below[tier] or not node.alive or not node.tree.live:
             return False
         slots = node.slots[tier]
         return len(slots) == resident and not self.table.pins[slots[-1]]

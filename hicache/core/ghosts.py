@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from hashlib import blake2b
 
 from hicache.records import MissReason
@@ -20,8 +21,8 @@ class Ghosts:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._reasons: dict[tuple[bytes, bytes], MissReason] = {}
-        self._first_pages: dict[bytes, bytes | None] = {}
+        self._reasons: OrderedDict[tuple[bytes, bytes], MissReason] = OrderedDict()
+        self._first_pages: OrderedDict[bytes, bytes | None] = OrderedDict()
 
     @property
     def remembers(self) -> bool:
@@ -41,7 +42,7 @@ class Ghosts:
             reasons.pop(key, None)
             reasons[key] = reason
         while len(reasons) > self._limit:
-            del reasons[next(iter(reasons))]
+            reasons.popitem(last=False)
 
     def reason(self, namespace: bytes, page_hash: bytes) -> MissReason | None:
         """Why this page went, or None if nothing is known of it."""
@@ -54,7 +55,7 @@ class Ghosts:
         # None: more than one namespace begins so, and a miss in any of them may come from another one.
         self._first_pages[key] = namespace if known == namespace else None
         if len(self._first_pages) > _FIRST_PAGES:
-            del self._first_pages[next(iter(self._first_pages))]
+            self._first_pages.popitem(last=False)
 
     def known_elsewhere(self, namespace: bytes, symbol: bytes) -> bool:
         """Whether a prompt that begins with this page was seen under another namespace."""

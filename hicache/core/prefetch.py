@@ -37,7 +37,7 @@ class Loader:
         path = tree.walk(lease.prompt, upto)
         if tree.believed_pages(path) < match.device + match.host:
             return  # a put of what is above is still under way; the fetched pages join the belief behind it
-        for node, pages in tree.grow(lease.prompt, upto, hits=0, extend_from=None):
+        for node, pages in tree.grow(lease.prompt, upto, hits=0):
             if node.believed < pages:
                 self._copies.set_belief(node, pages)
         self.forget_stubs()
@@ -95,7 +95,7 @@ class Loader:
         """One transfer into HOST behind `tip`, whose hold it takes. Returns the set up to its own last page."""
         tree, prompt = lease.tree, lease.prompt
         copies = self._copies
-        path = copies.fill(HOST, tree, prompt, at, slots, hits=0, extend_from=None)
+        path = copies.fill(HOST, tree, prompt, at, slots, hits=0)
         held, _ = tree.held(path, HOST)
         whole = copies.pin(HOST, tree, held, tip)
         copies.drop(tip)
@@ -125,6 +125,8 @@ class Loader:
         tree = lease.tree
         if lease.closed or not tree.live or lease.start is not None:
             return lease.device
+        if not self._registry.config.host_pages and not tree.filling[DEVICE]:
+            return lease.device  # nothing to copy up, and nobody to wait for
         path = tree.walk(lease.prompt, lease.limit if upto is None else min(upto, lease.limit))
         device, on_device = tree.held(path, DEVICE)
         host, on_host = tree.held(path, HOST)

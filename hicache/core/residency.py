@@ -43,6 +43,10 @@ class SlotState(IntEnum):
     QUARANTINED = 4
 
 
+# The same numbers as plain integers: comparing arrays with them is twice as fast as with enum members.
+FREE, PRIVATE, FILLING, RESIDENT, QUARANTINED = (int(state) for state in SlotState)
+
+
 class SlotEvent(Enum):
     """What happens to a slot."""
 
@@ -64,7 +68,7 @@ TRANSITIONS: Final[dict[tuple[SlotState, SlotEvent], SlotState]] = {
     (SlotState.QUARANTINED, SlotEvent.RECLAIM): SlotState.FREE,
 }
 
-_CODES: Final = {edge: (int(edge[0]), int(target)) for edge, target in TRANSITIONS.items()}
+_CODES: Final = {(int(source), event): int(target) for (source, event), target in TRANSITIONS.items()}
 
 
 class SlotTable:
@@ -122,23 +126,23 @@ class SlotTable:
     @property
     def evictable(self) -> int:
         """RESIDENT slots that nothing pins. Exact, because what a tier holds is closed under prefixes."""
-        return self.counts[SlotState.RESIDENT] - self.pinned
+        return self.counts[RESIDENT] - self.pinned
 
-    def advance(self, slots: Slots, source: SlotState, event: SlotEvent) -> None:
+    def advance(self, slots: Slots, source: int, event: SlotEvent) -> None:
         """Move all `slots` from `source` by `event`. The only code that writes states of attached slots.
 
         Raises:
             ResidencyError: the table has no such edge, or a slot is not in `source`. Nothing was changed.
         """
-        codes = _CODES.get((source, event))
-        if codes is None:
-            raise ResidencyError(f"{self.tier.name}: no transition from {source.name} by {event.value!r}")
-        before, after = codes
+        after = _CODES.get((source, event))
+        before = int(source)
+        if after is None:
+            raise ResidencyError(f"{self.tier.name}: no transition from {SlotState(source).name} by {event.value!r}")
         state = self.state
-        if (state[slots] != before).any():
+        if np.count_nonzero(state[slots] != before):
             wrong = slots[state[slots] != before][:5]
             raise ResidencyError(
-                f"{self.tier.name}: {event.value!r} needs {source.name} slots, but slot "
+                f"{self.tier.name}: {event.value!r} needs {SlotState(source).name} slots, but slot "
                 + ", ".join(f"{s} is {SlotState(int(state[s])).name}" for s in wrong.tolist())
             )
         state[slots] = after
@@ -148,44 +152,44 @@ class SlotTable:
 
     def allocate(self, pages: int) -> Slots:
         """Take `pages` FREE slots as PRIVATE. The caller has made sure that they are there, or the table grows."""
-        left = self.counts[SlotState.FREE] - pages
+        left = self.counts[FREE] - pages
         if left < 0 and self.growing:
             self._grow(-left)
-            left = self.counts[SlotState.FREE] - pages
+            left = self.counts[FREE] - pages
         if left < 0:
-            raise ResidencyError(f"{self.tier.name}: {pages} slots taken, {self.counts[SlotState.FREE]} free")
+            raise ResidencyError(f"{self.tier.name}: {pages} slots taken, {self.counts[FREE]} free")
         slots = self.free[left : left + pages].copy()
-        self.advance(slots, SlotState.FREE, SlotEvent.ALLOCATE)
+        self.advance(slots, FREE, SlotEvent.ALLOCATE)
         return slots
 
     def give_back(self, slots: Slots) -> None:
         """Free PRIVATE slots."""
-        top = self.counts[SlotState.FREE]
-        self.advance(slots, SlotState.PRIVATE, SlotEvent.GIVE_BACK)
+        top = self.counts[FREE]
+        self.advance(slots, PRIVATE, SlotEvent.GIVE_BACK)
         self.free[top : top + len(slots)] = slots
 
     def reclaim(self, slots: Slots) -> None:
         """Free QUARANTINED slots that nothing pins."""
-        top = self.counts[SlotState.FREE]
-        self.advance(slots, SlotState.QUARANTINED, SlotEvent.RECLAIM)
+        top = self.counts[FREE]
+        self.advance(slots, QUARANTINED, SlotEvent.RECLAIM)
         self.free[top : top + len(slots)] = slots
         self.verified[slots] = False
         self.stored[slots] = False
 
     def bury(self, *, filling: int, resident: int, pinned: int) -> None:
         """Count a cleared tree's slots as quarantined. Their states follow when `sweep` reaches them."""
-        self.counts[SlotState.FILLING] -= filling
-        self.counts[SlotState.RESIDENT] -= resident
-        self.counts[SlotState.QUARANTINED] += filling + resident
+        self.counts[FILLING] -= filling
+        self.counts[RESIDENT] -= resident
+        self.counts[QUARANTINED] += filling + resident
         self.pinned -= pinned
 
     def sweep(self, slots: Slots) -> Slots:
         """Detach a cleared node's slots and free those that nothing pins, which are returned."""
         # bury() has moved the counts already, so the state is set without them.
-        legal = (self.state[slots] == SlotState.RESIDENT) | (self.state[slots] == SlotState.FILLING)
+        legal = (self.state[slots] == RESIDENT) | (self.state[slots] == FILLING)
         if not legal.all():
             raise ResidencyError(f"{self.tier.name}: a cleared node holds slots that are neither filling nor resident")
-        self.state[slots] = TRANSITIONS[SlotState.RESIDENT, SlotEvent.DETACH]
+        self.state[slots] = _CODES[RESIDENT, SlotEvent.DETACH]
         self.owner[slots] = -1
         loose: Slots = slots[self.pins[slots] == 0]
         if len(loose):
@@ -206,8 +210,8 @@ class SlotTable:
             longer(self.stored, 0),
             longer(self.waiting, 0),
         )
-        free = self.counts[SlotState.FREE]
+        free = self.counts[FREE]
         fresh = np.arange(old + extra - 1, old - 1, -1, dtype=np.int64)
         self.free = np.concatenate((self.free[:free], fresh, np.zeros(old - free, np.int64)))
         self.capacity = old + extra
-        self.counts[SlotState.FREE] += extra
+        self.counts[FREE] += extra

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hicache.core.copies import Copies
 from hicache.core.node import Node
 from hicache.core.registry import DEVICE, HOST, Registry
-from hicache.core.residency import Slots, SlotState
+from hicache.core.residency import FREE, Slots
 from hicache.core.tree import HiRadixTree
 from hicache.records import MissReason
 
@@ -53,7 +53,7 @@ class Room:
         """Slots that could be taken now: free, evictable, or cleared and unpinned. O(1)."""
         table = self._registry.tables[tier]
         loose = sum(grave.loose(tier) for grave in self._graves)
-        return table.counts[SlotState.FREE] + table.evictable + loose
+        return table.counts[FREE] + table.evictable + loose
 
     def take(self, tier: int, pages: int, *, older_than: object = None) -> Slots:
         """Up to `pages` PRIVATE slots. Evicts the clean, then the dirty, of what is older than the given key.
@@ -62,13 +62,13 @@ class Room:
         merged afterwards, unless they are pinned, and even then they may have been merged.
         """
         table = self._registry.tables[tier]
-        free = table.counts[SlotState.FREE]
+        free = table.counts[FREE]
         if free < pages and not table.growing:
-            while self._graves and table.counts[SlotState.FREE] < pages:
+            while self._graves and table.counts[FREE] < pages:
                 self.sweep(SWEEP_PAGES)
-            if table.counts[SlotState.FREE] < pages:
-                self._copies.evict(tier, pages - table.counts[SlotState.FREE], older_than=older_than)
-            pages = min(pages, table.counts[SlotState.FREE])
+            if table.counts[FREE] < pages:
+                self._copies.evict(tier, pages - table.counts[FREE], older_than=older_than)
+            pages = min(pages, table.counts[FREE])
         return table.allocate(pages)
 
     def bury(self, tree: HiRadixTree) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from hicache.core.copies import Copies
 from hicache.core.registry import DEVICE, HOST
-from hicache.core.residency import Slots, SlotState
+from hicache.core.residency import FILLING, Slots
 from hicache.core.transfers import Lease, PinSet, Transfer, TransferKind, lowest
 from hicache.errors import HicacheInternalError
 from hicache.records import MissReason, PageResult, Tier
@@ -85,8 +85,10 @@ class TransferLog:
 
     def join_fillers(self, lease: Lease, tier: int, slots: Slots) -> None:
         """The lease waits for whatever fills those of the slots that are FILLING."""
+        if not len(slots):
+            return
         table = self.copies.registry.tables[tier]
-        filling = slots[table.state[slots] == SlotState.FILLING]
+        filling = slots[table.state[slots] == FILLING]
         for number in np.unique(table.filler[filling]).tolist():
             transfer = self.open.get(number)
             if transfer is not None:

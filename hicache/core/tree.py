@@ -196,15 +196,20 @@ class HiRadixTree:
 
     # ---- growing and shrinking
 
-    def grow(self, prompt: Prompt, end: int, *, hits: int, extend_from: int | None) -> Path:
+    def grow(
+        self, prompt: Prompt, end: int, *, hits: int, extend_from: int | None = None, path: Path | None = None
+    ) -> Path:
         """The path of the prompt's first `end` pages, with nodes made for what is not there.
+
+        `path` is the walk of these pages, if the caller has just made it.
 
         A leaf that begins at page `extend_from` or behind it is extended in place; an older one keeps its own
         recency and hits, and gets a child.
         """
         width = self.width
-        path = self.walk(prompt, end)
-        at = sum(pages for _, pages in path)
+        if path is None:
+            path = self.walk(prompt, end)
+        at = path[-1][0].first + path[-1][1] if path else 0
         if path and path[-1][1] < path[-1][0].pages and at < end:
             self.split(path[-1][0], path[-1][1])
         node = path[-1][0] if path else self.root
@@ -265,6 +270,8 @@ class HiRadixTree:
         alike = (child.stamp, child.hits, child.priority) == (node.stamp, node.hits, node.priority)
         if not alike or node.pages + child.pages > self.span_pages:
             return False
+        if child.believed and node.believed < node.pages:
+            return False  # one number could not say that there is a hole between the beliefs
         registry = self.registry
         size = self.hasher.size
         if len(node.hashes) == node.pages * size:

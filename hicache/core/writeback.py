@@ -14,7 +14,7 @@ import numpy as np
 
 from hicache.core.prompt import PageIdentity
 from hicache.core.registry import DEVICE, HOST
-from hicache.core.residency import Slots, SlotState
+from hicache.core.residency import FREE, Slots
 from hicache.core.room import Room
 from hicache.core.transferlog import TransferLog
 from hicache.core.transfers import TransferKind
@@ -161,7 +161,7 @@ class Writer:
         """Free slots plus the clean among the coldest candidates shall cover the reserve; write the dirty of them."""
         registry = self._registry
         table, candidates = registry.tables[tier], registry.candidates[tier]
-        missing = int(registry.config.reserve * table.capacity) - table.counts[SlotState.FREE]
+        missing = int(registry.config.reserve * table.capacity) - table.counts[FREE]
         looked_at: list[Node] = []
         dirty: list[Node] = []
         while missing > 0 and len(looked_at) < _MOST_LOOKED_AT:
