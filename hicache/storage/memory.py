@@ -31,7 +31,9 @@ _OK: Final = ObjectResult(ObjectStatus.OK)
 
 
 @dataclass(slots=True)
-class _Entry:
+class Entry:
+    """One stored object; `MemoryBackend` alone makes and reads it."""
+
     header: bytes
     payload: npt.NDArray[np.uint8]  # never written again once it is in the table: readers copy it without the lock
     depth: int
@@ -39,6 +41,7 @@ class _Entry:
 
     @property
     def size(self) -> int:
+        """Bytes that it counts."""
         return len(self.header) + self.payload.nbytes
 
 
@@ -55,7 +58,7 @@ class MemoryBackend(StorageBackend):
     def __init__(self, *, capacity: int | None = None) -> None:
         self._capacity: Final = capacity
         self._lock = threading.Lock()
-        self._entries: dict[ObjectKey, _Entry] = {}
+        self._entries: dict[ObjectKey, Entry] = {}
         self._order: list[tuple[int, int, int, ObjectKey]] = []  # lazy heap: (used, -depth, tie, key)
         self._ties = 0
         self._calls = 0
@@ -177,7 +180,7 @@ class MemoryBackend(StorageBackend):
             self._counts["bytes_read"] += buffer.nbytes
         return ObjectResult(ObjectStatus.OK, header=verdict.header)
 
-    def _disbelieve(self, key: ObjectKey, entry: _Entry, verdict: codec.Verdict) -> ObjectResult:
+    def _disbelieve(self, key: ObjectKey, entry: Entry, verdict: codec.Verdict) -> ObjectResult:
         """A dict holds nothing of other programs, so whatever does not verify is withdrawn, and a put replaces it."""
         with self._lock:
             if self._entries.get(key) is entry:
@@ -203,12 +206,12 @@ class MemoryBackend(StorageBackend):
             return self._not_ok(ObjectStatus.FAILED, "header:identity")
         payload = np.empty(stored.payload.nbytes, dtype=np.uint8)
         np.copyto(payload, np.asarray(stored.payload))
-        entry = _Entry(bytes(stored.header), payload, header.depth, call)
+        entry = Entry(bytes(stored.header), payload, header.depth, call)
         with self._lock:
             reason = self._insert(stored.key, entry)
         return self._not_ok(ObjectStatus.FAILED, reason) if reason else _OK
 
-    def _insert(self, key: ObjectKey, entry: _Entry) -> str:
+    def _insert(self, key: ObjectKey, entry: Entry) -> str:
         if self._closed:
             return "closed"
         if key.generation < self._generations.get(key.namespace, 0):
@@ -218,13 +221,16 @@ class MemoryBackend(StorageBackend):
         self._drop(key)  # another thread may have stored it meanwhile
         while self._capacity is not None and self._bytes + entry.size > self._capacity:
             self._evict_one()
-        self._entries[key] = entry
-        self._bytes += entry.size
+        self._enter(key, entry)
         self._counts["bytes_written"] += entry.payload.nbytes
-        self._file(key, entry)
         return ""
 
-    def _use(self, key: ObjectKey, call: int) -> _Entry | None:
+    def _enter(self, key: ObjectKey, entry: Entry) -> None:
+        self._entries[key] = entry
+        self._bytes += entry.size
+        self._file(key, entry)
+
+    def _use(self, key: ObjectKey, call: int) -> Entry | None:
         with self._lock:
             entry = self._entries.get(key)
             if entry is not None and entry.used < call:
@@ -232,7 +238,7 @@ class MemoryBackend(StorageBackend):
                 self._file(key, entry)
             return entry
 
-    def _file(self, key: ObjectKey, entry: _Entry) -> None:
+    def _file(self, key: ObjectKey, entry: Entry) -> None:
         self._ties += 1
         heapq.heappush(self._order, (entry.used, -entry.depth, self._ties, key))
         if len(self._order) > 2 * len(self._entries) + 64:

@@ -280,11 +280,12 @@ class FileBackend(StorageBackend):
 
     def _read(self, fd: int, place: Place, key: ObjectKey, buffer: memoryview, bucket: int) -> ObjectResult:
         verdict = self._files.read(fd, key, buffer)
+        ours = verdict.kind in (VerdictKind.OK, VerdictKind.CORRUPT)
+        if ours and verdict.header is not None and verdict.header.payload_length != buffer.nbytes:
+            return ObjectResult(ObjectStatus.FAILED, "size")
         if verdict.ok:
             self._used(fd, place, verdict, bucket)
-        elif verdict.kind is VerdictKind.CORRUPT:
-            if verdict.header is not None and verdict.header.payload_length != buffer.nbytes:
-                return ObjectResult(ObjectStatus.FAILED, "size")
+        elif ours:
             self._removal.withdraw(place, self._fs.fstat(fd))
         else:
             self._removal.disown(place)
