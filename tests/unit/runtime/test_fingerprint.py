@@ -44,6 +44,7 @@ def test_whatever_differs_is_another_revision(tmp_path: Path) -> None:
         model(tmp_path / "e", weights=b"w" * 300_001),
         model(tmp_path / "f", weights=bytes(tuned)),  # a fine-tune: same configuration, same sizes
         model(tmp_path / "g", weights=b""),
+        model(tmp_path / "i", index=b""),  # an empty index is not an absent one
     ]
     (model(tmp_path / "h") / "model-00001.safetensors").rename(tmp_path / "h" / "model-00002.safetensors")
     folders.append(tmp_path / "h")
