@@ -14,13 +14,13 @@ are part of the digest, so those who did not agree miss.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
 from itertools import pairwise
 from typing import Any, Final
 
+from hicache.core.cells import DTYPE_BYTES, LayerGroup, check_count, check_label, check_layers, row_length
 from hicache.core.framing import frame, frame_number, frame_text
 from hicache.core.keys import MAX_HEAD_GROUPS, MAX_LAYERS, Shard
 from hicache.core.symbols import check_page_size
@@ -29,127 +29,7 @@ from hicache.errors import GeometryError
 __all__ = ["CANONICAL", "DTYPE_BYTES", "KVGeometry", "LayerGroup"]
 
 CANONICAL: Final = "canonical-v1"
-DTYPE_BYTES: Final = {
-    "float32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "int8": 1,
-    "uint8": 1,
-}
-"""Bytes of an element, for the constructors that take a dtype's name. Others give `row_bytes`."""
-
 _RECORD_TAG: Final = b"hicache-geometry-v1"
-_LABEL = re.compile(r"[A-Za-z0-9._+-]{1,64}")
-_MAX_BYTES: Final = 2**40
-
-
-def _label(value: object, what: str) -> str:
-    if not isinstance(value, str) or _LABEL.fullmatch(value) is None:
-        raise GeometryError(f"{what} {value!r:.60} must be 1 to 64 letters, digits, '.', '_', '+' or '-'")
-    return value
-
-
-def _count(value: object, what: str, *, least: int = 1, most: int = _MAX_BYTES) -> int:
-    if type(value) is not int or not least <= value <= most:
-        raise GeometryError(f"{what} {value!r:.40} must be an integer of {least} to {most}")
-    return value
-
-
-def _layer_range(layers: int | tuple[int, int]) -> tuple[int, int]:
-    start, end = layers if isinstance(layers, tuple) and len(layers) == 2 else (0, layers)
-    _count(start, "first layer", least=0, most=MAX_LAYERS - 1)
-    _count(end, "layers", least=1, most=MAX_LAYERS)
-    if start >= end:
-        raise GeometryError(f"layers {start} to {end} are empty: end must be above start")
-    return start, end
-
-
-def _largest_divisor(number: int, limit: int) -> int:
-    """The largest divisor of `number` that is at most `limit`."""
-    return next(divisor for divisor in range(min(number, limit), 0, -1) if number % divisor == 0)
-
-
-@dataclass(frozen=True, slots=True)
-class LayerGroup:
-    """Consecutive layers whose cells are alike.
-
-    Attributes:
-        layers: absolute range, (first, behind the last).
-        kv_heads: key-value heads of all ranks together; 0 where the state has no head axis and each rank of a
-            tensor-parallel group holds all of it (MLA latents, opaque pages).
-        head_group: kv heads of one cell; 0 without a head axis.
-        token_bytes: bytes of one token in one cell; 0 where `page_bytes` is given.
-        page_bytes: bytes of one cell whatever the page size; 0 where `token_bytes` is given.
-        kind: label, such as "mha" or "mla".
-        dtype: label of the elements.
-        dims: label of the sizes behind the token axis, such as "128" or "512+64".
-
-    Raises:
-        GeometryError: a value out of range, or a head group that does not divide the heads.
-    """
-
-    layers: tuple[int, int]
-    kv_heads: int
-    head_group: int
-    token_bytes: int
-    page_bytes: int = 0
-    kind: str = "mha"
-    dtype: str = "bfloat16"
-    dims: str = "1"
-
-    def __post_init__(self) -> None:
-        _layer_range(self.layers)
-        _count(self.kv_heads, "kv_heads", least=0, most=MAX_HEAD_GROUPS)
-        _count(self.token_bytes, "token bytes of a cell", least=0)
-        _count(self.page_bytes, "page bytes of a cell", least=0)
-        if (self.token_bytes == 0) == (self.page_bytes == 0):
-            raise GeometryError("a cell has either bytes per token or bytes per page: give exactly one")
-        for value, what in ((self.kind, "kind"), (self.dtype, "dtype"), (self.dims, "dims")):
-            _label(value, what)
-        if self.kv_heads == 0:
-            _count(self.head_group, "head_group without a head axis", least=0, most=0)
-            return
-        _count(self.head_group, "head_group", most=MAX_HEAD_GROUPS)
-        if self.kv_heads % self.head_group:
-            fits = _largest_divisor(self.kv_heads, self.head_group)
-            raise GeometryError(
-                f"head_group={self.head_group} does not divide {self.kv_heads} kv heads: use head_group={fits}"
-            )
-
-    @property
-    def layer_count(self) -> int:
-        """Number of layers."""
-        return self.layers[1] - self.layers[0]
-
-    @property
-    def head_groups(self) -> int:
-        """Cells of one layer; 1 without a head axis."""
-        return self.kv_heads // self.head_group if self.kv_heads else 1
-
-    def cell_bytes(self, page_size: int) -> int:
-        """Bytes of one page x one layer x one head group."""
-        return self.page_bytes or self.token_bytes * page_size
-
-    def record(self) -> bytes:
-        """The group as framed fields, for digests."""
-        numbers = (*self.layers, self.kv_heads, self.head_group, self.token_bytes, self.page_bytes)
-        texts = (self.kind, self.dtype, self.dims)
-        return b"".join((*map(frame_number, numbers), *map(frame_text, texts)))
-
-    def describe(self) -> dict[str, Any]:
-        """The group for people and manifests; JSON types only."""
-        return {
-            "layers": list(self.layers),
-            "kind": self.kind,
-            "dtype": self.dtype,
-            "dims": self.dims,
-            "kv_heads": self.kv_heads,
-            "head_group": self.head_group,
-            "token_bytes": self.token_bytes,
-            "page_bytes": self.page_bytes,
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +61,7 @@ class KVGeometry:
         if self.format != CANONICAL:
             _check_opaque(self.format)
         if self.layer_partition is not None:
-            _count(self.layer_partition, "layer_partition", most=MAX_LAYERS)
+            check_count(self.layer_partition, "layer_partition", most=MAX_LAYERS)
             if self.layer_partition >= self.layers[1]:
                 # It cuts nothing: the same agreement as none, so it must have the same digest.
                 object.__setattr__(self, "layer_partition", None)
@@ -209,11 +89,11 @@ class KVGeometry:
             layer_partition: layers a shard; by default all. Pipeline stages must begin on its multiples.
             row_bytes: bytes of one key (or value) row, one token and head, where elements are packed.
         """
-        _count(kv_heads, "kv_heads", most=MAX_HEAD_GROUPS)
-        _count(head_dim, "head_dim")
-        heads = kv_heads if head_group is None else _count(head_group, "head_group", most=MAX_HEAD_GROUPS)
-        row = _row_bytes(head_dim, dtype, row_bytes)
-        group = LayerGroup(_layer_range(layers), kv_heads, heads, 2 * heads * row, 0, "mha", dtype, str(head_dim))
+        check_count(kv_heads, "kv_heads", most=MAX_HEAD_GROUPS)
+        check_count(head_dim, "head_dim")
+        heads = kv_heads if head_group is None else check_count(head_group, "head_group", most=MAX_HEAD_GROUPS)
+        row = row_length(head_dim, dtype, row_bytes)
+        group = LayerGroup(check_layers(layers), kv_heads, heads, 2 * heads * row, 0, "mha", dtype, str(head_dim))
         return cls((group,), layer_partition=layer_partition)
 
     @classmethod
@@ -237,9 +117,9 @@ class KVGeometry:
             layer_partition: layers a shard; by default all.
             row_bytes: bytes of one token's row, where it is packed or carries scales.
         """
-        dim = _count(latent_dim, "latent_dim") + _count(rope_dim, "rope_dim", least=0)
-        row = _row_bytes(dim, dtype, row_bytes)
-        group = LayerGroup(_layer_range(layers), 0, 0, row, 0, "mla", dtype, f"{latent_dim}+{rope_dim}")
+        dim = check_count(latent_dim, "latent_dim") + check_count(rope_dim, "rope_dim", least=0)
+        row = row_length(dim, dtype, row_bytes)
+        group = LayerGroup(check_layers(layers), 0, 0, row, 0, "mla", dtype, f"{latent_dim}+{rope_dim}")
         return cls((group,), layer_partition=layer_partition)
 
     @classmethod
@@ -272,8 +152,8 @@ class KVGeometry:
             dtype: label.
             layer_partition: layers a shard; by default all.
         """
-        bounds = _layer_range(layers)
-        cells = (bounds[1] - bounds[0]) * (1 if head_groups is None else _count(head_groups, "head_groups"))
+        bounds = check_layers(layers)
+        cells = (bounds[1] - bounds[0]) * (1 if head_groups is None else check_count(head_groups, "head_groups"))
         group = LayerGroup(
             bounds,
             head_groups or 0,
@@ -282,9 +162,9 @@ class KVGeometry:
             _opaque_cell(page_bytes, cell_bytes, cells),
             "opaque",
             dtype,
-            _label(shape, "shape"),
+            check_label(shape, "shape"),
         )
-        parts = (_label(engine, "engine"), _label(backend, "backend"), _label(version, "version"), shape)
+        parts = (check_label(engine, "engine"), check_label(backend, "backend"), check_label(version, "version"), shape)
         return cls((group,), format="opaque:" + "/".join(parts), layer_partition=layer_partition)
 
     @property
@@ -351,21 +231,12 @@ def _digest(geometry: KVGeometry, page_size: int) -> str:
     return "hg1-" + sha256(geometry.record(page_size)).hexdigest()[:16]
 
 
-def _row_bytes(dim: int, dtype: str, row_bytes: int | None) -> int:
-    if row_bytes is not None:
-        return _count(row_bytes, "row_bytes")
-    if dtype not in DTYPE_BYTES:
-        known = ", ".join(DTYPE_BYTES)
-        raise GeometryError(f"dtype {dtype!r:.40} has no known size: use one of {known}, or give row_bytes")
-    return dim * DTYPE_BYTES[dtype]
-
-
 def _opaque_cell(page_bytes: int | None, cell_bytes: int | None, cells: int) -> int:
     if (page_bytes is None) == (cell_bytes is None):
         raise GeometryError("an opaque geometry needs either page_bytes or cell_bytes: give exactly one")
     if cell_bytes is not None:
-        return _count(cell_bytes, "cell_bytes")
-    total = _count(page_bytes, "page_bytes")
+        return check_count(cell_bytes, "cell_bytes")
+    total = check_count(page_bytes, "page_bytes")
     if total % cells:
         raise GeometryError(
             f"page_bytes={total} is no multiple of its {cells} cells: use {total - total % cells + cells}"
@@ -377,4 +248,4 @@ def _check_opaque(text: object) -> None:
     if not isinstance(text, str) or not text.startswith("opaque:") or text.count("/") != 3:
         raise GeometryError(f"format {text!r:.80} is not {CANONICAL!r} or 'opaque:ENGINE/BACKEND/VERSION/SHAPE'")
     for part in text.removeprefix("opaque:").split("/"):
-        _label(part, "part of the opaque format")
+        check_label(part, "part of the opaque format")
