@@ -7,61 +7,22 @@ that the same trace and options give the same numbers.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from hicache.analytics.content import Bytes, PageContent
-from hicache.analytics.prompts import Prompt, Tokens
+from hicache.analytics.content import PageContent
+from hicache.analytics.prompts import IdPages, Prompt, TokenPages, Tokens
 from hicache.analytics.result import ReplayResult, rate
 from hicache.analytics.trace import TraceRequest
+from hicache.core.reasons import RequestCounts
+from hicache.core.residency import Slots
 from hicache.errors import HicacheInternalError, OutOfSlots
+from hicache.memory.base import DevicePool
+from hicache.memory.writer import READY
 from hicache.records import MissReason
+from hicache.runtime.request import Request
 
 MOST_PROBLEMS = 10  # places of wrong pages that are named; all are counted
-
-Slots = npt.NDArray[np.int64]
-
-
-class _Counts(Protocol):
-    """What the cache says of one closed request, in pages."""
-
-    @property
-    def asked(self) -> int: ...
-    @property
-    def device(self) -> int: ...
-    @property
-    def host(self) -> int: ...
-    @property
-    def storage(self) -> int: ...
-    @property
-    def missed(self) -> Mapping[MissReason, int]: ...
-
-
-class _Request(Protocol):
-    """One request to the cache; see `hicache.runtime`."""
-
-    @property
-    def counts(self) -> _Counts: ...
-    def load(self) -> Slots: ...
-    def allocate(self) -> Slots: ...
-    def commit(self, *, upto: int, ready: Any) -> None: ...
-    def close(self) -> None: ...
-
-
-class _Prompts(Protocol):
-    """Makes prompts of traced requests."""
-
-    def prompt(self, request: TraceRequest) -> Prompt: ...
-
-
-class _Pages(Protocol):
-    """The bytes of device slots."""
-
-    def read_page(self, slot: int) -> Bytes: ...
-    def write_page(self, slot: int, page: Bytes) -> None: ...
 
 
 class Replay:
@@ -69,25 +30,22 @@ class Replay:
 
     def __init__(
         self,
-        ask: Callable[[Tokens], _Request],
+        ask: Callable[[Tokens], Request],
         *,
-        prompts: _Prompts,
-        ready: Any,
+        prompts: IdPages | TokenPages,
         content: PageContent | None = None,
-        pages: _Pages | None = None,
+        pages: DevicePool | None = None,
     ) -> None:
         """Prepare.
 
         Args:
             ask: opens a request of the cache for a prompt's tokens.
             prompts: makes prompts of traced requests.
-            ready: given to commit as the writer's event: pages are written when `commit` is called.
             content: makes and checks bytes; None where pages hold none.
             pages: where bytes are read and written; needed with `content`.
         """
         self._ask = ask
         self._prompts = prompts
-        self._ready = ready
         self._content = content
         self._pages = pages
         self._missed = dict.fromkeys(MissReason, 0)
@@ -133,12 +91,12 @@ class Replay:
             fresh = request.allocate()
             if states:
                 self._write(fresh, states[len(loaded) :])
-            request.commit(upto=len(tokens), ready=self._ready)
+            request.commit(upto=len(tokens), ready=READY)
         except OutOfSlots:
             self._refused += 1
         finally:
-            request.close()
-        self._count(traced, prompt, request.counts)
+            counts = request.close()
+        self._count(traced, prompt, counts)
 
     def _verify(self, loaded: Slots, tokens: Tokens, traced: TraceRequest) -> list[bytes]:
         """Compare all loaded pages; return the states of all pages of the prompt."""
@@ -159,7 +117,7 @@ class Replay:
         for slot, state in zip(fresh.tolist(), states, strict=True):
             self._pages.write_page(slot, self._content.make(state))
 
-    def _count(self, traced: TraceRequest, prompt: Prompt, counts: _Counts) -> None:
+    def _count(self, traced: TraceRequest, prompt: Prompt, counts: RequestCounts) -> None:
         hits = counts.device + counts.host + counts.storage
         self._requests += 1
         self._asked += counts.asked

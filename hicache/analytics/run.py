@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import threading
 import time
@@ -12,19 +11,16 @@ from dataclasses import dataclass
 
 import hicache
 from hicache.analytics.content import PageContent
-from hicache.analytics.prompts import IdPages, TokenPages
+from hicache.analytics.prompts import IdPages, TokenPages, Tokens
 from hicache.analytics.replay import Replay
 from hicache.analytics.result import ReplayResult
 from hicache.analytics.trace import TraceRequest
 from hicache.analytics.traces import Trace
 from hicache.core.eviction import policy_named
 from hicache.core.symbols import MAX_PAGE_SIZE
-from hicache.errors import ConfigError, InvalidInput
+from hicache.errors import ConfigError, HicacheInternalError, InvalidInput
 from hicache.memory.limits import check_memory
-from hicache.runtime.cache import EmbeddedCache
-from hicache.runtime.draining import CloseReport
 from hicache.runtime.options import PREFETCH_MODES, write_policies
-from hicache.runtime.statistics import CacheStatistics
 
 CLOSE_SECONDS = 120.0  # to write what is still queued at the end
 HURRIED_SECONDS = 5.0  # the same after an interrupt
@@ -117,7 +113,7 @@ def replay(
         return _run(driver, cache, pace, itertools.chain(() if first is None else (first,), requests))
 
 
-def _open(options: ReplayOptions) -> EmbeddedCache:
+def _open(options: ReplayOptions) -> hicache.EmbeddedCache:
     if options.page_bytes:
         pages = (options.device_pages or 0) + options.host_pages
         check_memory(pages * options.page_bytes, "device and host pools together")
@@ -133,24 +129,28 @@ def _open(options: ReplayOptions) -> EmbeddedCache:
     )
 
 
-def _driver(cache: EmbeddedCache, options: ReplayOptions, prompts: IdPages | TokenPages) -> Replay:
+def _driver(cache: hicache.EmbeddedCache, options: ReplayOptions, prompts: IdPages | TokenPages) -> Replay:
     content = None
     if options.page_bytes:
         namespace = options.namespace()
         content = PageContent(
             namespace=namespace.digest, page_tokens=namespace.page_size, page_bytes=options.page_bytes
         )
-    ask = functools.partial(cache.request, logits=False)
-    return Replay(ask, prompts=prompts, ready=hicache.READY, content=content, pages=cache.device)
+
+    def ask(tokens: Tokens) -> hicache.Request:
+        return cache.request(tokens, logits=False)  # published figures count prompts that came whole
+
+    return Replay(ask, prompts=prompts, content=content, pages=cache.device)
 
 
-def _run(driver: Replay, cache: EmbeddedCache, pace: _Pace, requests: Iterable[TraceRequest]) -> ReplayResult:
+def _run(driver: Replay, cache: hicache.EmbeddedCache, pace: _Pace, requests: Iterable[TraceRequest]) -> ReplayResult:
     started = time.perf_counter()
     bad_input = ""
     try:
         driver.run(requests, before=pace)
     except InvalidInput as error:
         bad_input = str(error)  # what was reached so far is not lost
+    problems = [] if pace.stopped else _broken(cache)
     report = cache.close(deadline=HURRIED_SECONDS if pace.stopped else CLOSE_SECONDS)
     seconds = time.perf_counter() - started
     statistics = cache.statistics()
@@ -164,19 +164,28 @@ def _run(driver: Replay, cache: EmbeddedCache, pace: _Pace, requests: Iterable[T
         interrupted=pace.stopped,
         bad_input=bad_input or _refusal(statistics),
         seconds=seconds,
-        problems=_problems(statistics),
+        problems=(*problems, *_problems(statistics)),
         warnings=tuple(_warnings(statistics, report)),
     )
 
 
-def _problems(statistics: CacheStatistics) -> tuple[str, ...]:
+def _broken(cache: hicache.EmbeddedCache) -> list[str]:
+    """What a check of every tier and tree finds."""
+    try:
+        cache.check()
+    except HicacheInternalError as error:
+        return [f"broken invariant: {error}"]
+    return []
+
+
+def _problems(statistics: hicache.CacheStatistics) -> tuple[str, ...]:
     """What the cache itself found wrong."""
     if statistics.internal_errors:
         return (f"{statistics.internal_errors} internal errors of the cache, which are bugs of hicache; see the log",)
     return ()
 
 
-def _refusal(statistics: CacheStatistics) -> str:
+def _refusal(statistics: hicache.CacheStatistics) -> str:
     """Says so when storage took nothing at all: then its place is wrong, or full."""
     storage, failed = statistics.storage, statistics.failed_pages.get("put", 0)
     if storage is None or not failed or statistics.bytes_to_storage or statistics.bytes_from_storage:
@@ -185,9 +194,13 @@ def _refusal(statistics: CacheStatistics) -> str:
     return f"--storage took none of {failed} pages ({reasons}): make room there, or name another place"
 
 
-def _warnings(statistics: CacheStatistics, report: CloseReport) -> Iterator[str]:
-    if not report.complete:
-        yield f"closing did not write everything down: {report.abandoned_pages} pages were under way at its deadline"
+def _warnings(statistics: hicache.CacheStatistics, report: hicache.CloseReport) -> Iterator[str]:
+    if _refusal(statistics):
+        return  # says it all
+    if report.abandoned_pages:
+        yield f"{report.abandoned_pages} pages were still being written when closing gave up on them"
+    elif not report.complete:
+        yield "closing could not write everything down: a lower tier takes no more"
     failed = statistics.failed_pages.get("put", 0)
     if failed and statistics.storage is not None:
         yield f"storage refused {failed} pages: {dict(statistics.storage.by_reason)}"

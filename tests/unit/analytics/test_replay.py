@@ -15,6 +15,7 @@ from hicache.analytics.replay import MOST_PROBLEMS, Replay
 from hicache.analytics.result import ReplayResult
 from hicache.analytics.trace import TraceRequest, pack_ids
 from hicache.errors import HicacheInternalError, OutOfSlots, TraceError
+from hicache.memory.writer import READY
 from hicache.records import MissReason
 
 NAMESPACE = b"n" * 16
@@ -79,12 +80,13 @@ class PrefixRequest:
 
     def commit(self, *, upto: int, ready: Any) -> None:
         assert upto == len(self.prefixes)
-        assert ready == "ready"
+        assert ready is READY
         for prefix, slot in zip(self.prefixes[self.counts.device :], self.fresh, strict=True):
             self.cache.slots[prefix] = slot
 
-    def close(self) -> None:
+    def close(self) -> Counts:
         self.cache.closed += 1
+        return self.counts
 
 
 def requests(*prompts: list[int], unit: int = 10, short: int = 0) -> list[TraceRequest]:
@@ -104,7 +106,7 @@ def requests(*prompts: list[int], unit: int = 10, short: int = 0) -> list[TraceR
 
 def replay_of(cache: PrefixCache, *, content: bool = False) -> Replay:
     made = PageContent(namespace=NAMESPACE, page_tokens=1, page_bytes=PAGE_BYTES) if content else None
-    return Replay(cache.ask, prompts=IdPages(), ready="ready", content=made, pages=cache)
+    return Replay(cache.ask, prompts=IdPages(), content=made, pages=cache)
 
 
 def go_on(_: TraceRequest) -> bool:

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from hicache.analytics.run import ReplayOptions, _Pace
+from hicache.analytics.run import ReplayOptions, _Pace, replay
 from hicache.analytics.traces import open_trace
-from hicache.errors import ConfigError
+from hicache.errors import ConfigError, HicacheInternalError
+from hicache.runtime.cache import EmbeddedCache
 
 
 @pytest.mark.parametrize(
@@ -86,3 +87,13 @@ def test_progress_is_of_requests_or_of_the_file(small_trace: Path) -> None:
     pace(small_trace, Waits(), lambda *done: shown.append(done), requests=10)(first)
     pace(small_trace, Waits(), lambda *done: shown.append(done))(first)
     assert shown == [(0, 10), (0, small_trace.stat().st_size)]
+
+
+def test_broken_invariant_of_the_cache_is_a_problem(small_trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(cache: EmbeddedCache) -> None:
+        raise HicacheInternalError("a slot is in two places")
+
+    monkeypatch.setattr(EmbeddedCache, "check", broken)
+    result = replay(open_trace([small_trace]), ReplayOptions(requests=2))
+    assert result.problems == ("broken invariant: a slot is in two places",)
+    assert result.requests == 2
