@@ -1,0 +1,86 @@
+"""The core under random histories: completions in any order, failures, cancels, clears, splits and extensions.
+
+Every step is followed by all checks. The driver knows which bytes lie in which slot, so a page read too early, freed
+too early, shared or published under another hash fails at the step where it happens.
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hicache.core.config import CoreConfig, EdgePolicy
+from hicache.testing.coredriver import CoreDriver, SeededChoices
+
+POLICIES = st.sampled_from([EdgePolicy(1), EdgePolicy(2), EdgePolicy(None, on_eviction=True)])
+CONFIGS = st.builds(
+    CoreConfig,
+    device_pages=st.sampled_from([8, 16, 28]),
+    host_pages=st.sampled_from([6, 14, 28]),
+    storage=st.booleans(),
+    eviction=st.sampled_from(["lru", "lfu", "slru", "priority"]),
+    device_to_host=POLICIES,
+    host_to_storage=POLICIES,
+    fetch_pages=st.sampled_from([2, 3, 32]),
+    reserve=st.just(0.3),
+    stub_pages=st.sampled_from([0, 5, 1000]),
+    ghost_pages=st.sampled_from([0, 20]),
+    span_bytes=st.sampled_from([2, 6, 10, 1000]),
+    events=st.booleans(),
+)
+
+
+class DrawnChoices:
+    """Decisions drawn by hypothesis, so that a failing history shrinks."""
+
+    def __init__(self, data: st.DataObject) -> None:
+        self._data = data
+
+    def integer(self, low: int, high: int) -> int:
+        return self._data.draw(st.integers(low, high))
+
+
+def run(driver: CoreDriver, steps: int) -> None:
+    for _ in range(steps):
+        driver.step()
+        driver.check()
+    driver.finish()
+
+
+@pytest.mark.slow
+@pytest.mark.case("LEAK-3", "RACE-1", "RACE-3", "RACE-7", "FAIL-2", "EVICT-3", "STAT-3", "STAT-4")
+@given(config=CONFIGS, data=st.data())
+def test_random_histories_that_shrink(config, data):
+    run(CoreDriver(DrawnChoices(data), config), 40)
+
+
+@pytest.mark.slow
+@pytest.mark.case("LEAK-3", "RACE-4")
+@settings(max_examples=200)
+@given(config=CONFIGS, seed=st.integers(0, 2**32))
+def test_long_random_histories(config, seed):
+    run(CoreDriver(SeededChoices(seed), config), 300)
+
+
+def test_the_driver_reaches_everything():
+    """A driver that never loads, fetches, cancels or clears would prove nothing."""
+    config = CoreConfig(device_pages=16, host_pages=14, storage=True, reserve=0.3, fetch_pages=2, events=True)
+    seen: set[str] = set()
+    for seed in range(8):
+        driver = CoreDriver(SeededChoices(seed), config)
+        run(driver, 300)
+        seen |= set(driver.seen)
+    assert seen >= {
+        "WRITE_BACK",
+        "LOAD",
+        "FETCH",
+        "PUT",
+        "writer",
+        "cancelled",
+        "clear",
+        "handed over",
+        "interest withdrawn",
+        "out of slots",
+        "stored page lost",
+    }

@@ -1,0 +1,117 @@
+"""The tree's form: where nodes part, grow, merge and end."""
+
+from __future__ import annotations
+
+import pytest
+
+from hicache.testing.core import Stage
+
+
+def test_the_worked_example():
+    """ABCDE, ABCDF, ABG give root-[AB]-[CD]-{[E],[F]} and [AB]-[G]."""
+    stage = Stage()
+    for letters in ("ABCDE", "ABCDF", "ABG"):
+        stage.commit(letters)
+    assert stage.shape() == {"AB": {"CD": {"E": {}, "F": {}}, "G": {}}}
+    stage.core.check()
+
+
+@pytest.mark.case("KEY-2")
+def test_equal_pages_after_different_pasts_are_different_pages():
+    stage = Stage()
+    stage.commit("AX")
+    stage.commit("BX")
+    tree = stage.tree()
+    a, b = (tree.walk(stage.prompt(letters)) for letters in ("AX", "BX"))
+    assert tree.hashes(a[-1][0], 1, 2) != tree.hashes(b[-1][0], 1, 2)
+    assert tree.held(a, 0)[0][1] != tree.held(b, 0)[0][1]
+    stage.lease("BX")
+    assert stage.core.evict(0, 99) == 2
+    assert (stage.match("AX").pages, stage.match("BX").pages) == (0, 2)
+
+
+@pytest.mark.case("KEY-3")
+def test_namespaces_share_no_page():
+    stage = Stage(host=64)
+    stage.commit("ABC", "n")
+    stage.settle()
+    assert stage.match("ABC", "m").pages == 0
+    assert stage.match("ABC", "n").pages == 3
+
+
+@pytest.mark.case("PAGE-2")
+@pytest.mark.parametrize("letters", ["", "A", "AB"])
+def test_short_and_empty_prompts_leave_no_empty_node(letters):
+    stage = Stage()
+    stage.commit(letters)
+    assert stage.match(letters).pages == len(letters)
+    assert stage.core.evict(0, 99) == len(letters)
+    assert stage.shape() == {}
+    assert stage.core.statistics().nodes == 1  # the root
+    stage.core.check()
+
+
+def test_a_request_extends_its_own_leaf_in_place():
+    stage = Stage()
+    lease = stage.commit("AB", close=False)
+    for letters in ("ABC", "ABCD"):
+        stage.core.extend(lease, stage.prompt(letters))
+        stage.core.allocate(lease, 1)
+        stage.core.commit(lease, len(letters), ready=True)
+    assert stage.shape() == {"ABCD": {}}
+    stage.core.release(lease)
+    stage.commit("ABCDE")  # another request's pages have a recency and hits of their own
+    assert stage.shape() == {"ABCD": {"E": {}}}
+
+
+def test_a_lease_that_ends_inside_a_node_parts_it_so_that_the_cold_rest_stays_cold():
+    stage = Stage(device=4)
+    stage.commit("ABCD")
+    stage.core.release(stage.lease("AB"))
+    assert stage.shape() == {"AB": {"CD": {}}}
+    stage.commit("XY")
+    assert stage.match("ABCD").pages == 2
+
+
+def test_a_node_and_its_only_child_merge_when_used_alike():
+    stage = Stage()
+    stage.commit("ABCD")
+    tree = stage.tree()
+    node = tree.walk(stage.prompt("ABCD"))[0][0]
+    tree.split(node, 2)
+    assert stage.shape() == {"AB": {"CD": {}}}
+    assert tree.merge(node)
+    assert stage.shape() == {"ABCD": {}}
+    stage.core.check()
+
+
+def test_spans_are_bounded():
+    stage = Stage(span_bytes=4)
+    stage.commit("ABCDE")
+    assert stage.shape() == {"AB": {"CD": {"E": {}}}}
+    assert stage.match("ABCDE").pages == 5
+
+
+@pytest.mark.case("STAT-1")
+def test_matching_changes_nothing():
+    stage = Stage()
+    stage.commit("ABCD")
+    before = (stage.shape(), stage.core.registry.tick, stage.core.statistics())
+    for letters in ("ABX", "ABCD", "Z"):
+        assert stage.match(letters).device == {"ABX": 2, "ABCD": 4, "Z": 0}[letters]
+    assert (stage.shape(), stage.core.registry.tick, stage.core.statistics()) == before
+    node = stage.tree().walk(stage.prompt("ABCD"))[0][0]
+    assert node.hits == 1
+    counts = stage.core.release(stage.lease("ABCD"))
+    assert (counts.asked, counts.device, node.hits) == (4, 4, 2)
+
+
+def test_hashes_are_computed_once_and_kept_through_splits():
+    stage = Stage()
+    stage.commit("ABCD")
+    tree = stage.tree()
+    whole = tree.hashes(tree.walk(stage.prompt("ABCD"))[0][0], 0, 4)
+    assert whole == stage.prompt("ABCD").hashes(0, 4)
+    stage.core.release(stage.lease("ABX"))
+    path = tree.walk(stage.prompt("ABCD"))
+    assert [h for node, pages in path for h in tree.hashes(node, 0, pages)] == whole
