@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import re
+import tempfile
 from pathlib import Path
 
 import pytest
 
-_BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_EXAMPLE = re.compile(r"^```python\n(.*?)^```$\n+^```\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-def blocks(repository: Path) -> list[str]:
-    return _BLOCK.findall((repository / "README.md").read_text())
-
-
-def test_there_is_an_example(repository: Path) -> None:
-    assert blocks(repository)
-
-
-def test_examples_run(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for number, code in enumerate(blocks(repository)):
-        exec(compile(code, f"README example {number}", "exec"), {"__name__": "example"})
+def test_examples_print_what_they_say(
+    repository: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    text = (repository / "README.md").read_text()
+    examples = _EXAMPLE.findall(text)
+    assert len(examples) == text.count("```python\n") > 0
+    for code, output in examples:
+        exec(compile(code, "README.md", "exec"), {"__name__": "example"})
+        assert capsys.readouterr().out == output
