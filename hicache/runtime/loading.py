@@ -86,20 +86,21 @@ class Loader:
         patience = min(end, started + self._patience(lease, prefetch))
         with reducer.lock:
             reducer.settle()
-            asked: set[int] | None = None
+            seen: object = None
             while True:
-                fetching, loading = self._awaited(lease)
                 if lease.closed:
                     raise CacheClosed("the request was closed while it loaded")
-                if asked != fetching:
-                    # At the start, and whenever a fetch has ended: HOST may hold more now.
-                    asked = fetching
+                fetching, loading = self._awaited(lease)
+                probing = prefetch is not None and prefetch.probing
+                if seen != (fetching, probing, lease.match):
+                    # At the start, and whenever the way into HOST has changed: it may hold more now.
+                    seen = (fetching, probing, lease.match)
                     reducer.core.load(lease)
                     reducer.settle()
                     continue
                 now = self._now()
                 late = now >= patience
-                coming = bool(fetching) or (prefetch is not None and prefetch.probing)
+                coming = bool(fetching) or probing
                 if now >= end or not (loading or (coming and not late)):
                     break
                 reducer.wait((end if late or not coming else patience) - now)

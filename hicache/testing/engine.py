@@ -15,7 +15,6 @@ from hicache.memory.writer import READY, WriterEvent
 from hicache.runtime.cache import EmbeddedCache
 from hicache.runtime.request import Request
 
-
 SMALL = KVGeometry.mha(layers=2, kv_heads=2, head_dim=4, dtype="float16", head_group=1, layer_partition=1)
 """A geometry of few bytes whose pages are four objects in storage."""
 
