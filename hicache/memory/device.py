@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -147,7 +146,7 @@ _FIRST: Slots = np.zeros(1, np.int64)
 
 
 def _segments(tensors: Any, page: PageLayout, layout: str) -> tuple[Segment, ...]:
-    if not isinstance(tensors, Sequence):
+    if not isinstance(tensors, (list, tuple)):
         return (Segment(0, _view(tensors, page, layout, where="the device tensor")),)
     if layout != "layer_first":
         raise GeometryError(f'layout "{layout}" is one tensor: a list of tensors is for "layer_first"')

@@ -6,6 +6,7 @@ itself exactly.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -16,10 +17,13 @@ import numpy.typing as npt
 from hicache.core.layout import KVGeometry
 from hicache.errors import CacheClosed, GeometryError, HicacheInternalError
 from hicache.memory.base import Bytes, Copy, CopyEngine, CopyStatistics, DevicePool, Done, HostPool, Slots
-from hicache.memory.writer import WriterEvent
+from hicache.memory.watcher import look
+from hicache.memory.writer import READY, WriterEvent
 from hicache.records import PageResult
 
 __all__ = ["NullCopyEngine", "NullDevicePool", "NullHostPool"]
+
+_LOG = logging.getLogger(__name__)
 
 
 class NullHostPool(HostPool):
@@ -118,22 +122,13 @@ class NullCopyEngine(CopyEngine):
         self._host = host
         self._condition = threading.Condition()
         self._waiting: list[tuple[WriterEvent, Callable[[bool], None]]] = []
-        self._down = self._up = self._failed = self._in_flight = 0
+        self._down = self._up = self._failed = self._in_flight = self._callback_errors = 0
         self._dropped: int | None = None
 
     def device_to_host(self, device_slots: Slots, host_slots: Slots, *, ready: WriterEvent | None, done: Done) -> Copy:
         """End at once, or in `run` where the event has not passed."""
         copy = self._copy(device_slots, host_slots)
-
-        def passed(well: bool) -> None:
-            if well:
-                self._down += copy.pages
-            self._end(copy, done, well=well)
-
-        if ready is None or ready.query():
-            passed(True)
-        else:
-            self._waiting.append((ready, passed))
+        self._await(ready or READY, lambda passed: self._end(copy, done, down=True, passed=passed))
         return copy
 
     def host_to_device(
@@ -141,28 +136,23 @@ class NullCopyEngine(CopyEngine):
     ) -> Copy:
         """End at once; the page has one layer."""
         copy = self._copy(device_slots, host_slots)
-        self._up += copy.pages
         copy.layers_done = 1
         if layer_done is not None:
-            layer_done(0)
-        self._end(copy, done, well=True)
+            self._call(layer_done, 0)
+        self._end(copy, done, down=False, passed=True)
         return copy
 
     def when_ready(self, event: WriterEvent, done: Callable[[bool], None]) -> None:
         """Call `done` at once, or in `run` where the event has not passed."""
         self._open()
-        if event.query():
-            done(True)
-        else:
-            self._waiting.append((event, done))
+        self._await(event, lambda passed: self._call(done, passed))
 
     def run(self) -> int:
         """End what waited for events that have passed by now, in the order asked; how many those were."""
-        passed = [callback for event, callback in self._waiting if event.query()]
-        self._waiting = [entry for entry in self._waiting if entry[1] not in passed]
-        for callback in passed:
-            callback(True)
-        return len(passed)
+        waiting, self._waiting = self._waiting, []
+        for event, settled in waiting:
+            self._await(event, settled)
+        return len(waiting) - len(self._waiting)
 
     def statistics(self) -> CopyStatistics:
         """A snapshot; there are no bytes to count."""
@@ -174,6 +164,7 @@ class NullCopyEngine(CopyEngine):
             failed_pages=self._failed,
             in_flight=self._in_flight,
             waiting=len(self._waiting),
+            callback_errors=self._callback_errors,
         )
 
     def close(self, timeout: float) -> int:  # noqa: ARG002  nothing here takes time
@@ -183,8 +174,8 @@ class NullCopyEngine(CopyEngine):
             self.run()
             before, waiting = self._failed, self._waiting
             self._waiting = []
-            for _, callback in waiting:
-                callback(False)
+            for _, settled in waiting:
+                settled(False)
             self._dropped = self._failed - before
         return self._dropped
 
@@ -199,15 +190,31 @@ class NullCopyEngine(CopyEngine):
         self._in_flight += 1
         return Copy(len(device_slots), self._condition)
 
-    def _end(self, copy: Copy, done: Done, *, well: bool) -> None:
-        results = [PageResult.OK if well else PageResult.FAILED] * copy.pages
-        if not well:
-            self._failed += copy.pages
+    def _await(self, event: WriterEvent, settled: Callable[[bool], None]) -> None:
+        passed = look(event)
+        if passed is None:
+            self._waiting.append((event, settled))
+        else:
+            settled(passed)
+
+    def _end(self, copy: Copy, done: Done, *, down: bool, passed: bool) -> None:
         self._in_flight -= 1
+        if not passed:
+            self._failed += copy.pages
+        elif down:
+            self._down += copy.pages
+        else:
+            self._up += copy.pages
+        results = [PageResult.OK if passed else PageResult.FAILED] * copy.pages
+        self._call(done, results)
+        copy.finish(results)
+
+    def _call(self, callback: Callable[[Any], None], argument: object) -> None:
         try:
-            done(results)
-        finally:
-            copy.finish(results)
+            callback(argument)
+        except Exception:
+            _LOG.exception("a callback of a copy raised")
+            self._callback_errors += 1
 
     def _open(self) -> None:
         if self._dropped is not None:

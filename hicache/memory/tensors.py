@@ -33,7 +33,9 @@ def view_bytes(tensor: Any, *, where: str, page: PageLayout) -> tuple[Bytes, int
     _check_dtype(name, itemsize, where, page)
     if not array.flags.writeable:
         raise GeometryError(f"{where} is read-only: give writable memory")
-    overlapping = any(size > 1 and stride == 0 for size, stride in zip(array.shape, array.strides, strict=True))
+    overlapping = array.size > 0 and any(
+        size > 1 and stride == 0 for size, stride in zip(array.shape, array.strides, strict=True)
+    )
     if overlapping:
         raise GeometryError(f"{where} is expanded, its elements share memory: give a tensor of its own")
     return array, itemsize

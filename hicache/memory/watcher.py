@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from hicache.errors import CacheClosed
 from hicache.memory.writer import Notifying, WriterEvent
 
-__all__ = ["EventWatcher"]
+__all__ = ["EventWatcher", "look"]
 
 _LOG = logging.getLogger(__name__)
 _POLL_SECONDS = 0.001
@@ -103,7 +103,7 @@ class EventWatcher:
                     self.errors += 1
                     _LOG.exception("a callback of a writer's event raised")
             for watch in self._polled():
-                passed_now = _look(watch)
+                passed_now = look(watch.event)
                 if passed_now is not None:
                     self._settle(watch, passed=passed_now)
 
@@ -123,10 +123,10 @@ class EventWatcher:
             return [watch for watch in self._watches if watch.polled]
 
 
-def _look(watch: _Watch) -> bool | None:
-    """Whether the event has passed; None while it has not, False if it is broken."""
+def look(event: WriterEvent) -> bool | None:
+    """Whether an event has passed: True, None while it has not, False if it is broken (it raised)."""
     try:
-        return True if watch.event.query() else None
+        return True if event.query() else None
     except Exception:
         _LOG.exception("a writer's event raised: its pages count as not written")
         return False
