@@ -165,9 +165,7 @@ class FileBackend(StorageBackend):
         """See `StorageBackend`."""
         self._check_open()
         bucket = self._space.bucket()
-        # Among equals the one that came last goes first, so the newest comes first.
-        answers = [self._touch(key, bucket) for key in reversed(keys)]
-        return answers[::-1]
+        return [self._touch(key, bucket) for key in keys]
 
     def delete(self, keys: Sequence[ObjectKey]) -> list[bool]:
         """See `StorageBackend`. What is not ours under the name stays."""

@@ -212,6 +212,7 @@ class Index:
             self._open = None  # it is being eaten: what is used from now on is newer
         if not bucket.ordered:
             self._filter(bucket)
+            bucket.entries.reverse()  # the sort is stable: of one depth, what came first is popped first
             bucket.entries.sort(key=lambda identity: self._table[identity] >> _DEPTH_SHIFT)
             bucket.ordered = True
         elif len(bucket.entries) != bucket.live:

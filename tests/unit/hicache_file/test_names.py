@@ -64,7 +64,7 @@ def test_model_names_that_look_alike_are_apart(open_root: Open, root: Path, path
 def test_names_that_are_paths_stay_inside_the_root(open_root: Open, root: Path, path_of: PathOf) -> None:
     accepted = []
     for text in ("../../etc", "/etc/x", "a\0b", ".", "..", "", "CON", "x" * 10_000, "\ud800", "~", "$HOME", "a\nb"):
-        for make in (lambda t: digest_of(t), lambda t: digest_of("model", t)):
+        for make in (digest_of, lambda t: digest_of("model", t)):
             try:
                 accepted.append(make(text))
             except NamespaceError:

@@ -75,7 +75,7 @@ def test_an_unwritable_or_full_folder_is_refused_in_one_line(root: Path, code: i
         if name == call and (call == "mkdir" or args[1] & os.O_CREAT):
             raise OSError(code, os.strerror(code))
 
-    with pytest.raises(ConfigError, match="cannot be used.*writable folder") as caught:
+    with pytest.raises(ConfigError, match=r"cannot be used.*writable folder") as caught:
         FileBackend(str(root), fs=interpose(FileSystem(), refuse))
     assert "\n" not in str(caught.value)
 
