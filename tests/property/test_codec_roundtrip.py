@@ -99,10 +99,13 @@ def test_damaged_objects_never_pass(made: tuple[ObjectKey, dict[str, Any], bytes
     key, fields, payload = made
     header = encode_header(key, payload=payload, **fields)
     whole = bytearray(header + payload)
-    for at in data.draw(st.sets(st.integers(0, len(whole) - 1), min_size=1, max_size=4)):
+    places = data.draw(st.sets(st.integers(0, len(whole) - 1), min_size=1, max_size=4))
+    for at in places:
         whole[at] ^= data.draw(st.integers(1, 255))
     verdict = verify(key, bytes(whole[: len(header)]), bytes(whole[len(header) :]))
-    assert verdict.kind in (VerdictKind.CORRUPT, VerdictKind.FOREIGN)
+    assert not verdict.ok
+    # A version and a header length that were both damaged may look newer: then the object is left alone.
+    assert verdict.kind is not VerdictKind.NEWER or len(places) > 1
 
 
 @pytest.mark.case("FILE-4")
