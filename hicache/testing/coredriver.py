@@ -19,6 +19,7 @@ import numpy as np
 from hicache.core.cache import Core
 from hicache.core.config import CoreConfig
 from hicache.core.prompt import Prompt
+from hicache.core.residency import PRIVATE, RESIDENT, Slots
 from hicache.core.transfers import Lease, Transfer, TransferKind
 from hicache.core.tree import HiRadixTree
 from hicache.errors import OutOfSlots
@@ -76,7 +77,7 @@ class _Engine:
 
     lease: Lease
     number: int
-    reads: list[tuple[int, np.ndarray, list[int]]] = field(default_factory=list)  # tier, slots, tags expected there
+    reads: list[tuple[int, Slots, list[int]]] = field(default_factory=list)  # tier, slots, tags expected there
 
 
 @dataclass
@@ -164,14 +165,11 @@ class CoreDriver:
         ("match", 4),
         ("decode", 6),
     )
+    _WEIGHTED = tuple(name for name, weight in STEPS for _ in range(weight))
 
     def step(self) -> str:
         """Do one random thing, then take what the core wants done. Returns its name."""
-        at = self._choices.integer(1, sum(weight for _, weight in self.STEPS))
-        for name, weight in self.STEPS:
-            at -= weight
-            if at <= 0:
-                break
+        name = self._WEIGHTED[self._choices.integer(0, len(self._WEIGHTED) - 1)]
         self.steps += 1
         getattr(self, f"_{name}")()
         self._take_actions()
@@ -223,7 +221,7 @@ class CoreDriver:
         for tier in (_DEVICE, _HOST):
             table = self.core.registry.tables[tier]
             assert not table.pins.any(), "pins left"
-            resident = table.counts[3]
+            resident = table.counts[RESIDENT]
             assert table.counts == [table.capacity - resident, 0, 0, resident, 0], "slots left behind"
             assert self.core.evict(tier, 1 << 30) == resident
         self._replay_events()
@@ -256,9 +254,10 @@ class CoreDriver:
         assert self._tags[_DEVICE][slots].tolist() == tags, "a lease was given wrong bytes"
         engine.reads = [(_DEVICE, slots.copy(), tags)]
 
-    def _private(self, lease: Lease) -> np.ndarray:
+    def _private(self, lease: Lease) -> Slots:
         own = lease.own
-        return own[self.core.registry.tables[_DEVICE].state[own] == 1]
+        private: Slots = own[self.core.registry.tables[_DEVICE].state[own] == PRIVATE]
+        return private
 
     def _open(self) -> _Engine | None:
         return self._pick(self._engines) if self._engines else None
@@ -290,7 +289,7 @@ class CoreDriver:
             self._tags[_DEVICE][written] = hashes[: len(written)]
         transfer = self.core.commit(lease, upto, ready=ready)
         state = self.core.registry.tables[_DEVICE].state
-        self._tags[_DEVICE][own[state[own] == 1]] = _WRITING  # what stayed private stays the engine's to write
+        self._tags[_DEVICE][own[state[own] == PRIVATE]] = _WRITING  # what stayed private stays the engine's to write
         if transfer is not None:
             assert transfer.target_slots is not None
             self._tags[_DEVICE][transfer.target_slots] = -1 - transfer.id

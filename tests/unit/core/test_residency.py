@@ -55,7 +55,7 @@ def test_one_slot_in_another_state_stops_the_whole_event():
     table, slots = table_with(SlotState.PRIVATE)
     table.advance(slots[:1], SlotState.PRIVATE, SlotEvent.RESERVE)
     before = table.state.copy()
-    with pytest.raises(ResidencyError, match="PRIVATE slots, but slot .* is FILLING"):
+    with pytest.raises(ResidencyError, match=r"PRIVATE slots, but slot .* is FILLING"):
         table.advance(slots, SlotState.PRIVATE, SlotEvent.RESERVE)
     assert (table.state == before).all()
 
