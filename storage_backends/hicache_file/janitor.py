@@ -208,9 +208,13 @@ class Janitor:
         key = self._names.parse(leaf.namespace, leaf.generation, leaf.number, name)
         if key is None:
             return
+        kind = VerdictKind.FOREIGN
         with contextlib.suppress(OSError):
-            if self._files.peek(path, key).verdict.kind in (VerdictKind.OK, VerdictKind.CORRUPT):
-                self._removal.remove(self._names.place(key))
+            kind = self._files.peek(path, key).verdict.kind
+        if kind in (VerdictKind.OK, VerdictKind.CORRUPT):
+            self._removal.remove(self._names.place(key))
+        else:
+            self._removal.disown(self._names.place(key))
 
     def _sweep_temps(self, directory: str) -> None:
         for entry in self._entries(directory):

@@ -36,16 +36,16 @@ class Labels:
         self._root = root
         self._names = names
         self._directories = directories
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._floors: dict[bytes, int] = {}  # of namespaces that this process cleared
 
     def generation(self, namespace: bytes) -> int:
         """The current generation, from the file.
 
-        A file that cannot be understood means: above all that is there, so that nothing cleared comes back.
+        A file that cannot be understood is written anew, above all that is there, so that nothing cleared comes back.
 
         Raises:
-            OSError: it cannot be read.
+            OSError, StorageUnavailable: it cannot be read, or not be written anew.
         """
         path = self._names.namespace_path(namespace)
         content = self._read(f"{path}/{GENERATION}", 64)
@@ -54,8 +54,11 @@ class Labels:
         found = _NUMBER.fullmatch(content)
         if found is not None:
             return int(found[1])
-        numbers = [int(e.name) for e in self._fs.scandir(path) if _NUMBER.fullmatch(e.name.encode("ascii", "replace"))]
-        return max(numbers, default=0) + 1
+        with self._lock:
+            numbers = [int(e.name) for e in self._fs.scandir(path) if _NUMBER.fullmatch(os.fsencode(e.name))]
+            above = max(max(numbers, default=0), self.floor(namespace)) + 1
+            self._write(namespace, GENERATION, str(above).encode() + b"\n")
+            return above
 
     def floor(self, namespace: bytes) -> int:
         """The lowest valid generation as far as this process has set it; costs no I/O."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 from typing import Final
 
 from .filesystem import FileSystem
@@ -31,10 +32,14 @@ class Removal:
         self._space = space
 
     def evict(self, victims: list[Victim]) -> bool:
-        """Unlink victims; False if one could not be. Each claim ends here, whatever happens."""
+        """Unlink victims; False if one could not be. Each claim ends here, whatever happens.
+
+        What is no longer the file that was stored is somebody else's, and stays; it does not count as ours either.
+        """
         good = True
         for victim in victims:
-            if self._unlink(self._names.place_of(victim.id).path):
+            path = self._names.place_of(victim.id).path
+            if not self._is_as_stored(path, victim.size) or self._unlink(path):
                 self._space.unlinked(victim)
             else:
                 good = False
@@ -102,6 +107,15 @@ class Removal:
         except OSError:
             return False
         return True
+
+    def _is_as_stored(self, path: str, size: int) -> bool:
+        try:
+            info = self._fs.lstat(path)
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True  # let the removal say what is wrong
+        return stat.S_ISREG(info.st_mode) and info.st_size == size
 
     def _is_same(self, path: str, seen: os.stat_result) -> bool:
         try:

@@ -165,6 +165,19 @@ def test_what_is_busy_is_not_evicted_and_a_put_that_needs_it_is_refused(open_roo
     assert backend.contains([big.key]) == [True]
 
 
+@pytest.mark.case("FILE-7")
+def test_what_others_put_in_the_place_of_a_victim_stays(open_root: Open, path_of: PathOf) -> None:
+    backend = open_root(capacity=4 * COST)
+    things = singles(5)
+    backend.put(things[:4])
+    path = path_of(backend, things[0].key)
+    path.unlink()
+    path.write_bytes(b"theirs")
+    assert status_of(backend.put(things[4:])) == [OK]
+    assert path.read_bytes() == b"theirs"
+    assert backend.statistics().objects == 4
+
+
 def test_a_victim_that_cannot_be_removed_fails_the_put_and_still_counts(open_root: Open, root: Path) -> None:
     broken = [True]
 
