@@ -1,0 +1,257 @@
+"""Deliberate bugs, each of which the tests must catch: `python tests/mutants.py [NAME ...]`.
+
+Each mutant is one small edit of the product, made in a copy. It is caught when the tests named with it fail, and missed
+when they pass. An edit whose text is no longer in the file is an error: the list follows the code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+CORE = ("tests/unit/core/test_core_transfers.py", "tests/property/test_core_machine.py")
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """One bug: in `file` the text `old` becomes `new`; `tests` must fail."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...] = CORE
+
+
+def core(name: str, file: str, old: str, new: str) -> Mutant:
+    return Mutant(name, f"hicache/core/{file}", old, new)
+
+
+MUTANTS = (
+    core(
+        "a load pins its source no more",
+        "prefetch.py",
+        "        source = copies.pin(HOST, tree, host[:on_host], lease.pins[HOST])\n        slots = self._room.take(DEVICE",
+        "        source = copies.pin(HOST, tree, host[:0])\n        slots = self._room.take(DEVICE",
+    ),
+    core(
+        "a write-back pins its source no more",
+        "writeback.py",
+        "source = copies.pin(DEVICE, tree, device[:resident])",
+        "source = copies.pin(DEVICE, tree, device[:0])",
+    ),
+    core(
+        "a write-back pins only what it writes, not what is in front",
+        "writeback.py",
+        "        whole = copies.pin(HOST, tree, np.concatenate((host, slots)), target)\n        copies.drop(target)\n",
+        "        whole = copies.pin(HOST, tree, slots)\n        copies.drop(target)\n",
+    ),
+    core(
+        "pages are published before their parent",
+        "copies.py",
+        "            if parent is None or (not parent.is_root() and parent.resident[tier] < parent.pages):\n"
+        "                continue\n            resident = node.resident[tier]",
+        "            if parent is None:\n                continue\n            resident = node.resident[tier]",
+    ),
+    core(
+        "a quarantined slot is free at once",
+        "copies.py",
+        "        loose = gone[table.pins[gone] == 0]\n        if len(loose):\n            table.reclaim(loose)\n"
+        "        registry.count_stubs(node)",
+        "        loose = gone\n        if len(loose):\n            table.reclaim(loose)\n        registry.count_stubs(node)",
+    ),
+    core(
+        "a transfer ends with its I/O, not with the visibility of its pages",
+        "transferlog.py",
+        "if tier is Tier.STORAGE or not self.copies.wait(tier, transfer):",
+        "if True:",
+    ),
+    core(
+        "a split forgets to rewrite the owner of its slots",
+        "tree.py",
+        "                registry.tables[tier].owner[rest.slots[tier]] = rest.id\n",
+        "",
+    ),
+    core(
+        "a split loses the beliefs of its second half",
+        "tree.py",
+        "rest.believed, node.believed = max(0, node.believed - pages), min(node.believed, pages)",
+        "rest.believed, node.believed = 0, min(node.believed, pages)",
+    ),
+    core(
+        "a match counts as a use",
+        "cache.py",
+        "        return self._match(tree.walk(prompt, limit))",
+        "        path = tree.walk(prompt, limit)\n        for node, _ in path:\n            node.hits += 1\n"
+        "        return self._match(path)",
+    ),
+    core(
+        "a commit does not check that its prefix is still held",
+        "cache.py",
+        "        if at < first:\n            return None\n",
+        "        at = max(at, first)\n",
+    ),
+    core(
+        "the completion of an older generation publishes",
+        "transferlog.py",
+        "        elif transfer.tree.live:\n",
+        "        else:\n",
+    ),
+    core(
+        "an unpin of a cleared tree counts as one of a live tree",
+        "copies.py",
+        "        if not tree.live:\n            # What was cleared",
+        "        if False:\n            # What was cleared",
+    ),
+    core(
+        "a failed page does not stop the pages behind it",
+        "transferlog.py",
+        "            self._cut_at(tier, int(slots[bad]), MissReason.FAILED)\n",
+        "",
+    ),
+    core(
+        "a missing page in storage is believed further on",
+        "transferlog.py",
+        "            if results[bad] == PageResult.SOURCE_BAD:\n",
+        "            if False:\n",
+    ),
+    core(
+        "a time-out speaks against the source",
+        "transferlog.py",
+        "            if results[bad] == PageResult.SOURCE_BAD:\n",
+        "            if True:\n",
+    ),
+    core(
+        "a cut spares what lies below",
+        "copies.py",
+        "            if here.below[tier]:\n                todo += ",
+        "            if False:\n                todo += ",
+    ),
+    core(
+        "the mark of a verified page survives its slot",
+        "residency.py",
+        "        self.verified[slots] = False\n        self.stored[slots] = False\n",
+        "        self.stored[slots] = False\n",
+    ),
+    core(
+        "the mark of a stored page survives its slot",
+        "residency.py",
+        "        self.verified[slots] = False\n        self.stored[slots] = False\n",
+        "        self.verified[slots] = False\n",
+    ),
+    core(
+        "two puts of one page at once",
+        "writeback.py",
+        "if stored[host[page]] or identity.hash in tree.putting:",
+        "if stored[host[page]]:",
+    ),
+    core(
+        "an unpin wakes nobody",
+        "copies.py",
+        "        self.registry.candidates[tier].file(self.registry.node(int(owner)))\n",
+        "",
+    ),
+    core(
+        "a HOST copy that went leaves its DEVICE copy clean",
+        "copies.py",
+        "            registry.candidates[DEVICE].refile(node)  # it may have become dirty\n",
+        "            pass\n",
+    ),
+    core(
+        "eviction takes pinned pages",
+        "eviction.py",
+        "return len(slots) == resident and not self.table.pins[slots[-1]]",
+        "return len(slots) == resident",
+    ),
+    core(
+        "eviction takes a parent before its child",
+        "eviction.py",
+        "if not resident or node.below[tier] or not",
+        "if not resident or not",
+    ),
+    core(
+        "allocation evicts before it knows that it can be met",
+        "cache.py",
+        "        if not table.growing and self._room.available(DEVICE) < pages:\n",
+        "        self._copies.evict(DEVICE, pages)\n"
+        "        if not table.growing and self._room.available(DEVICE) < pages:\n",
+    ),
+    core(
+        "cancel frees the target at once",
+        "transferlog.py",
+        "        transfer.cancelled = True\n        if len(slots):\n",
+        "        transfer.cancelled = True\n        for pins in transfer.pins:\n            self.copies.drop(pins)\n"
+        "        transfer.pins.clear()\n        if len(slots):\n",
+    ),
+    core(
+        "cancel takes along what others fill behind",
+        "transferlog.py",
+        "            if node.below[tier] or len(node.slots[tier]) > int(table.depth[last]) - node.first + 1:\n"
+        "                return\n",
+        "",
+    ),
+    core(
+        "a load is not handed over to its request",
+        "transferlog.py",
+        "            if tier is not Tier.STORAGE:\n                self.hand_over(lease, tier)\n",
+        "",
+    ),
+    core(
+        "a lease that ends inside a node makes its rest recent too",
+        "cache.py",
+        "            tree.split(last, pages)  # else the rest, which is older, would become as recent as this use\n",
+        "            pass\n",
+    ),
+)
+
+
+def caught(mutant: Mutant) -> bool:
+    """Whether the tests fail with the bug in.
+
+    Raises:
+        ValueError: the code does not have the text that the mutant replaces.
+    """
+    with tempfile.TemporaryDirectory(prefix="hicache-mutant-") as name:
+        copy = Path(name)
+        ignore = shutil.ignore_patterns("__pycache__")
+        for part in ("hicache", "storage_backends", "tests", "proto"):
+            shutil.copytree(ROOT / part, copy / part, ignore=ignore)
+        shutil.copy(ROOT / "pyproject.toml", copy)
+        (copy / "benchmarks").symlink_to(ROOT / "benchmarks")
+        path = copy / mutant.file
+        text = path.read_text(encoding="utf-8")
+        if text.count(mutant.old) != 1:
+            raise ValueError(f"{mutant.name}: {mutant.file} has its text {text.count(mutant.old)} times, not once")
+        path.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
+        environment = dict(os.environ, PYTHONPATH=f"{copy}:{copy / 'storage_backends'}", HYPOTHESIS_PROFILE="ci")
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *mutant.tests]
+        done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode not in (0, 1):
+            raise ValueError(f"{mutant.name}: the tests did not run:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+        return done.returncode == 1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help="parts of the names of the mutants to try; default all")
+    names = parser.parse_args().names
+    chosen = [m for m in MUTANTS if not names or any(name in m.name for name in names)]
+    missed = 0
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for mutant, found in zip(chosen, pool.map(caught, chosen), strict=True):
+            print(f"{'caught' if found else 'MISSED'}  {mutant.name}", flush=True)
+            missed += not found
+    print(f"{len(chosen) - missed} of {len(chosen)} caught")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
