@@ -82,7 +82,7 @@ def pin_unpin_2048() -> float:
     prompt = prompt_of(tokens(2_048 * P))
     fill(core, tree, prompt)
     held, _ = tree.held(tree.walk(prompt), 0)
-    copies = core._copies  # noqa: SLF001  the pins alone, without the lease around them
+    copies = core._copies
     return microseconds(lambda: copies.drop(copies.pin(0, tree, held)))
 
 

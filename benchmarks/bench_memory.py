@@ -61,7 +61,10 @@ def speeds(layout: str, head_group: int) -> Speeds:
     seconds = np.array([[_seconds(work) for work in works] for _ in range(ROUNDS)])
     host.close()
     other.close()
-    return Speeds(*(MOVED * device.page_bytes / np.median(seconds, axis=0) / 1e9).tolist())
+    # Shares are taken turn by turn, since a busy machine is not as fast in one turn as in the next.
+    shares = np.median(seconds[:, :1] / seconds, axis=0)
+    plain = MOVED * device.page_bytes / np.median(seconds[:, 0]) / 1e9
+    return Speeds(*(plain * shares).tolist())
 
 
 def gather() -> list[Row]:

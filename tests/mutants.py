@@ -39,8 +39,8 @@ MUTANTS = (
     core(
         "a load pins its source no more",
         "prefetch.py",
-        "        source = copies.pin(HOST, tree, host[:on_host], lease.pins[HOST])\n        slots = self._room.take(DEVICE",
-        "        source = copies.pin(HOST, tree, host[:0])\n        slots = self._room.take(DEVICE",
+        "source = copies.pin(HOST, tree, host[:on_host], lease.pins[HOST])",
+        "source = copies.pin(HOST, tree, host[:0])",
     ),
     core(
         "a write-back pins its source no more",
@@ -66,7 +66,8 @@ MUTANTS = (
         "copies.py",
         "        loose = gone[table.pins[gone] == 0]\n        if len(loose):\n            table.reclaim(loose)\n"
         "        registry.count_stubs(node)",
-        "        loose = gone\n        if len(loose):\n            table.reclaim(loose)\n        registry.count_stubs(node)",
+        "        loose = gone\n        if len(loose):\n            table.reclaim(loose)\n"
+        "        registry.count_stubs(node)",
     ),
     core(
         "a transfer ends with its I/O, not with the visibility of its pages",
