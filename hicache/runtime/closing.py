@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import dataclass
 
 from hicache.core.transfers import TransferKind
@@ -11,6 +12,9 @@ from hicache.runtime.reducer import Pump
 
 LIMIT = 512
 """Pages started in one step: starting them holds the lock."""
+
+GRACE = 0.5
+"""Real seconds that threads get to end although the deadline has passed: those that are idle need almost none."""
 
 _DOWN = (TransferKind.WRITE, TransferKind.WRITE_BACK, TransferKind.PUT)
 
@@ -73,8 +77,10 @@ def take_apart(parts: Parts, pump: Pump | None, *, end: float) -> tuple[int, int
     """
     reducer, pools = parts.reducer, parts.pools
 
+    until = time.monotonic() + max(_left(parts, end), GRACE)
+
     def join(thread: threading.Thread) -> None:
-        thread.join(_left(parts, end))
+        thread.join(max(0.0, until - time.monotonic()))
 
     stuck = parts.storage.close(join) if parts.storage is not None else 0
     pools.copies.close(_left(parts, end))
@@ -82,8 +88,7 @@ def take_apart(parts: Parts, pump: Pump | None, *, end: float) -> tuple[int, int
         reducer.settle()
         abandoned = sum(transfer.count for transfer in parts.executor.running.values())
     if pump is not None:
-        # It has no more than a few completions to apply, so it gets a moment even if the deadline has passed.
-        stuck += not pump.stop(lambda thread: thread.join(max(_left(parts, end), 1.0)))
+        stuck += not pump.stop(join)
     parts.publisher.close()
     if not abandoned:
         _close_pools(parts)
