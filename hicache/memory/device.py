@@ -128,9 +128,9 @@ class TensorDevicePool(DevicePool):
         return self._converter
 
     def _one(self, slot: int) -> Slots:
-        slots = np.array([slot], np.int64)
-        _check_slots(slots, self.slots, "device")
-        return slots
+        if not 0 <= slot < self.slots:
+            raise _no_slot(slot, self.slots, "device")
+        return np.array([slot], np.int64)
 
     def _check(self, slots: Slots, host: HostPool, host_slots: Slots) -> None:
         if host.page_bytes != self.page_bytes:
@@ -180,4 +180,8 @@ def _zeros(shape: tuple[int, ...]) -> Bytes:
 def _check_slots(slots: Slots, count: int, what: str) -> None:
     if len(slots) and not 0 <= int(slots.min()) <= int(slots.max()) < count:
         bad = int(slots[(slots < 0) | (slots >= count)][0])
-        raise GeometryError(f"{what} slot {bad} does not exist: the pool has {count}")
+        raise _no_slot(bad, count, what)
+
+
+def _no_slot(slot: int, count: int, what: str) -> GeometryError:
+    return GeometryError(f"{what} slot {slot} does not exist: the pool has {count}")

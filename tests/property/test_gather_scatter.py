@@ -122,10 +122,17 @@ def test_scatter_is_the_inverse_of_the_reference(
     host.close()
 
 
-def test_large_planes_take_the_indexed_way_and_small_ones_do_not() -> None:
-    """The property above must reach both ways: this is what decides between them."""
-    large = Case(1, 4, 1, 4096, 16, "layer_first", 0, False, 0)
-    gaps = Case(1, 4, 1, 4096, 16, "layer_first", 1, False, 0)
-    small = Case(1, 4, 1, 64, 2, "layer_first", 0, False, 0)
-    ways = [type(pool_of(case)[0]._converter._movers[0]).__name__ for case in (large, gaps, small)]  # type: ignore[union-attr]
-    assert ways == ["_IndexMover", "_ViewMover", "_ViewMover"]
+@pytest.mark.parametrize(
+    ("case", "way"),
+    [
+        (Case(1, 4, 1, 4096, 16, "layer_first", 0, False, 0), "_IndexMover"),
+        (Case(2, 4, 1, 4096, 16, "page_first", 0, False, 0), "_IndexMover"),
+        (Case(1, 4, 1, 4096, 16, "layer_first", 1, False, 0), "_ViewMover"),
+        (Case(1, 4, 1, 64, 2, "layer_first", 0, False, 0), "_ViewMover"),
+        (Case(2, 4, 4, 4096, 16, "layer_first", 0, False, 0), "_ViewMover"),
+        (Case(2, 3, 3, 64, 2, "page_first", 0, False, 0), "_FlatMover"),
+    ],
+)
+def test_the_properties_reach_every_way_of_copying(case: Case, way: str) -> None:
+    movers = pool_of(case)[0]._converter._movers  # type: ignore[union-attr]
+    assert [type(mover).__name__ for mover in movers] == [way]
