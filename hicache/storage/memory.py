@@ -170,7 +170,8 @@ class MemoryBackend(StorageBackend):
         if entry is None:
             return self._not_ok(ObjectStatus.MISSING, "absent")
         if entry.payload.nbytes != buffer.nbytes:
-            return self._not_ok(ObjectStatus.FAILED, "size")
+            verdict = codec.verify(key, entry.header, memoryview(entry.payload))
+            return self._not_ok(ObjectStatus.FAILED, "size") if verdict.ok else self._disbelieve(key, entry, verdict)
         np.copyto(np.asarray(buffer), entry.payload)
         verdict = codec.verify(key, entry.header, buffer)
         if not verdict.ok:
