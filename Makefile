@@ -9,17 +9,18 @@ DEMO := build/demo
 SOURCES := hicache storage_backends tests benchmarks
 PYTEST := HYPOTHESIS_PROFILE=$${HYPOTHESIS_PROFILE:-ci} $(BIN)/coverage run -m pytest -q
 
-.PHONY: help .venv demo test lint unit wheel bench cases clean
+.PHONY: help .venv demo test lint unit wheel bench cases mutants clean
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo   replay a real trace through device, host and file tiers, every byte checked"
-	@echo "make test   all checks: format, lint, types, import rules, tests, coverage, the built wheel"
-	@echo "make lint   the checks that run no code"
-	@echo "make bench  measure against references; writes benchmarks/out/bench.json"
-	@echo "make cases  the field's failure cases and the tests that cover them"
-	@echo "make .venv  only the environment"
-	@echo "make clean  remove what the above made, the environment too"
+	@echo "make demo     replay a real trace through device, host and file tiers, every byte checked"
+	@echo "make test     all checks: format, lint, types, import rules, tests, coverage, the built wheel"
+	@echo "make lint     the checks that run no code"
+	@echo "make bench    measure against references; writes benchmarks/out/bench.json"
+	@echo "make cases    the field's failure cases and the tests that cover them"
+	@echo "make mutants  put known bugs into a copy and see the tests catch each"
+	@echo "make .venv    only the environment"
+	@echo "make clean    remove what the above made, the environment too"
 
 .venv: $(STAMP)
 
@@ -62,6 +63,9 @@ bench: $(STAMP)
 
 cases: $(STAMP)
 	@$(BIN)/python tests/cases.py
+
+mutants: $(STAMP)
+	$(BIN)/python tests/mutants.py
 
 clean:
 	rm -rf $(VENV) build dist benchmarks/out .coverage .mypy_cache .pytest_cache .ruff_cache .hypothesis

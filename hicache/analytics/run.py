@@ -20,6 +20,7 @@ from hicache.core.eviction import policy_named
 from hicache.core.symbols import MAX_PAGE_SIZE
 from hicache.errors import ConfigError, HicacheInternalError, InvalidInput
 from hicache.memory.limits import check_memory
+from hicache.runtime.executor import QUEUE_FULL
 from hicache.runtime.options import PREFETCH_MODES, write_policies
 
 CLOSE_SECONDS = 120.0  # to write what is still queued at the end
@@ -185,13 +186,18 @@ def _problems(statistics: hicache.CacheStatistics) -> tuple[str, ...]:
     return ()
 
 
+def _refused(statistics: hicache.CacheStatistics) -> int:
+    """Pages that storage was given and did not take; those shed before are counted apart."""
+    return statistics.failed_pages.get("put", 0) - statistics.shed_by_reason.get(QUEUE_FULL, 0)
+
+
 def _refusal(statistics: hicache.CacheStatistics) -> str:
     """Says so when storage took nothing at all: then its place is wrong, or full."""
-    storage, failed = statistics.storage, statistics.failed_pages.get("put", 0)
-    if storage is None or not failed or statistics.bytes_to_storage or statistics.bytes_from_storage:
+    storage, refused = statistics.storage, _refused(statistics)
+    if storage is None or refused <= 0 or statistics.bytes_to_storage or statistics.bytes_from_storage:
         return ""
     reasons = ", ".join(sorted(storage.by_reason)) or "unknown"
-    return f"--storage took none of {failed} pages ({reasons}): make room there, or name another place"
+    return f"--storage took none of {refused} pages ({reasons}): make room there, or name another place"
 
 
 def _warnings(statistics: hicache.CacheStatistics, report: hicache.CloseReport) -> Iterator[str]:
@@ -201,9 +207,10 @@ def _warnings(statistics: hicache.CacheStatistics, report: hicache.CloseReport) 
         yield f"{report.abandoned_pages} pages were still being written when closing gave up on them"
     elif not report.complete:
         yield "closing could not write everything down: a lower tier takes no more"
-    failed = statistics.failed_pages.get("put", 0)
-    if failed and statistics.storage is not None:
-        yield f"storage refused {failed} pages: {dict(statistics.storage.by_reason)}"
+    refused = _refused(statistics)
+    if refused > 0 and statistics.storage is not None:
+        counts = ", ".join(f"{reason} {count}" for reason, count in statistics.storage.by_reason.items())
+        yield f"storage did not take {refused} pages (results that were not ok: {counts or 'none'})"
 
 
 class _Pace:
