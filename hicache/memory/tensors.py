@@ -5,6 +5,7 @@ Dtypes that numpy lacks (bfloat16, FP8) are why everything here is bytes: a copy
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -105,8 +106,9 @@ def _ordered(array: Bytes, axes: Sequence[str], name: str) -> Bytes:
 def _array(tensor: Any, where: str) -> tuple[Bytes, str, int]:
     if isinstance(tensor, np.ndarray):
         return _numpy_bytes(tensor, where)
-    if type(tensor).__module__.partition(".")[0] == "torch":
-        return _torch_bytes(tensor, where)
+    torch = sys.modules.get("torch")  # a tensor is here only where torch was imported
+    if torch is not None and isinstance(tensor, torch.Tensor):
+        return _torch_bytes(tensor, where, torch)
     raise GeometryError(f"{where} is a {type(tensor).__name__}: give a torch tensor or a numpy array")
 
 
@@ -117,11 +119,7 @@ def _numpy_bytes(array: np.ndarray[Any, Any], where: str) -> tuple[Bytes, str, i
     return array.view(np.uint8), array.dtype.name, array.itemsize
 
 
-def _torch_bytes(tensor: Any, where: str) -> tuple[Bytes, str, int]:
-    import torch
-
-    if not isinstance(tensor, torch.Tensor):
-        raise GeometryError(f"{where} is a {type(tensor).__name__}: give a torch tensor or a numpy array")
+def _torch_bytes(tensor: Any, where: str, torch: Any) -> tuple[Bytes, str, int]:
     if tensor.device.type != "cpu":
         raise GeometryError(
             f"{where} is on device {tensor.device}: this pool copies with the CPU and takes only CPU tensors"

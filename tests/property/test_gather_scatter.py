@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hicache.core.layout import KVGeometry
@@ -84,7 +84,11 @@ def pool_of(case: Case) -> tuple[TensorDevicePool, Bytes]:
 slot_lists = st.lists(st.integers(0, SLOTS - 1), min_size=0, max_size=SLOTS, unique=True)
 
 
+SHORT_ROWS = Case(2, 4, 1, 256, 64, "layer_first", 0, False, 0)  # down by index, up through views
+
+
 @pytest.mark.case("PLUG-1")
+@example(case=SHORT_ROWS, slots=[3, 0, 1], order=[4, 2, 3, 0, 1])
 @given(case=cases(), slots=slot_lists, order=st.permutations(range(SLOTS)))
 def test_gather_is_the_reference(case: Case, slots: list[int], order: list[int]) -> None:
     pool, by_slot = pool_of(case)
@@ -100,14 +104,20 @@ def test_gather_is_the_reference(case: Case, slots: list[int], order: list[int])
 
 
 @pytest.mark.case("PLUG-1")
-@given(case=cases(), slots=slot_lists, order=st.permutations(range(SLOTS)), data=st.data())
+@example(case=SHORT_ROWS, slots=[3, 0, 1], order=[4, 2, 3, 0, 1], cut=(0.5, 1.0))
+@given(
+    case=cases(),
+    slots=slot_lists,
+    order=st.permutations(range(SLOTS)),
+    cut=st.tuples(st.floats(0, 1), st.floats(0, 1)),
+)
 def test_scatter_is_the_inverse_of_the_reference(
-    case: Case, slots: list[int], order: list[int], data: st.DataObject
+    case: Case, slots: list[int], order: list[int], cut: tuple[float, float]
 ) -> None:
     """Whole pages, or a range of layers: exactly those rows change."""
     pool, by_slot = pool_of(case)
-    first = data.draw(st.integers(0, case.layers - 1), label="first layer")
-    end = data.draw(st.integers(first + 1, case.layers), label="end layer")
+    first = round(cut[0] * (case.layers - 1))
+    end = first + 1 + round(cut[1] * (case.layers - first - 1))
     before = by_slot.copy()
     host = MmapHostPool(SLOTS, pool.page_bytes)
     fresh = np.random.default_rng(case.seed + 1).integers(0, 256, by_slot.shape, np.uint8)
