@@ -88,7 +88,7 @@ def take_apart(parts: Parts, pump: Pump | None, *, end: float) -> tuple[int, int
         reducer.settle()
         abandoned = sum(transfer.count for transfer in parts.executor.running.values())
     if pump is not None:
-        stuck += not pump.stop(join)
+        stuck += not pump.stop(lambda thread: thread.join(GRACE))
     parts.publisher.close()
     if not abandoned:
         _close_pools(parts)

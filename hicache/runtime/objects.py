@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from hicache.core.partition import ShardPlan
+from hicache.core.partition import ShardPart, ShardPlan
 from hicache.core.prompt import PageIdentity
 from hicache.core.transfers import Transfer
 from hicache.errors import HicacheError
@@ -28,7 +28,7 @@ class PageObjects:
     Args:
         backend: keeps the contract to the letter (`GuardedBackend`).
         buffer: where HOST slots are.
-        plan: the shards of a whole page.
+        plan: the shards of a page that this process holds: all of them, or those of one rank.
         token_bytes: bytes of a page's tokens at the front of a symbol; what follows is its extras digest.
     """
 
@@ -42,14 +42,13 @@ class PageObjects:
     ) -> None:
         self._backend = backend
         self._buffer = buffer
-        # The anchor, which answers for the page, stands first here and is put last.
-        self._pieces = tuple(sorted(plan.parts, key=lambda part: part.shard != plan.anchor))
+        self._plan = plan
         self._token_bytes = token_bytes
         self._batch = max(1, BATCH_BYTES // plan.page_bytes)
 
     def contains(self, namespace: bytes, generation: int, page_hashes: Sequence[bytes]) -> int:
         """How many of the pages, from the first on and without a hole, are there. One question to the backend."""
-        shard = self._pieces[0].shard
+        shard = self._plan.anchor
         keys = [ObjectKey(namespace, generation, page_hash, shard) for page_hash in page_hashes]
         answers = self._backend.contains(keys, stop_at_first_miss=True)
         return next((i for i, there in enumerate(answers) if not there), len(answers))
@@ -58,15 +57,14 @@ class PageObjects:
         """Fetch a transfer's pages into its HOST slots, up to the first that fails; what is behind it is FAILED."""
         slots = _slots(transfer.target_slots)
         results = [PageResult.FAILED] * transfer.count
+        parts = self._plan.parts
         for first, end in self._batches(transfer):
-            asked = [self._keys(transfer, page) for page in transfer.pages[first:end]]
-            buffers = [
-                self._buffer(slot, piece.offset, piece.length) for slot in slots[first:end] for piece in self._pieces
-            ]
-            answers = self._backend.get_into([key for keys in asked for key in keys], buffers)
+            keys = [_key(transfer, page, part) for page in transfer.pages[first:end] for part in parts]
+            buffers = [self._buffer(slot, part.offset, part.length) for slot in slots[first:end] for part in parts]
+            answers = self._backend.get_into(keys, buffers)
             for i in range(first, end):
-                at = (i - first) * len(self._pieces)
-                results[i] = self._judge(transfer.pages[i], answers[at : at + len(self._pieces)])
+                at = (i - first) * len(parts)
+                results[i] = self._judge(transfer.pages[i], answers[at : at + len(parts)])
                 if results[i] is not PageResult.OK:
                     return results
         return results
@@ -76,12 +74,18 @@ class PageObjects:
         slots = _slots(transfer.source_slots)
         results = [PageResult.FAILED] * transfer.count
         for first, end in self._batches(transfer):
-            pages = {i: objects for i in range(first, end) if (objects := self._encode(transfer, i, slots[i]))}
-            rest = iter(self._put([stored for objects in pages.values() for stored in objects[1:]]))
-            siblings = {i: [next(rest) for _ in objects[1:]] for i, objects in pages.items()}
+            pages = {}
+            for i in range(first, end):
+                try:
+                    pages[i] = self._encode(transfer, transfer.pages[i], slots[i])
+                except HicacheError:
+                    continue  # no header can be made for it: this page alone fails
+            rest = iter(self._put([stored for objects in pages.values() for stored in objects[:-1]]))
+            siblings = {i: [next(rest) for _ in objects[:-1]] for i, objects in pages.items()}
             whole = [i for i, stored in siblings.items() if all(stored)]
-            for i, done in zip(whole, self._put([pages[i][0] for i in whole]), strict=True):
-                results[i] = PageResult.OK if done else PageResult.FAILED
+            last = iter(self._put([stored for i in whole for stored in pages[i][-1:]]))
+            for i in whole:
+                results[i] = PageResult.OK if all(next(last) for _ in pages[i][-1:]) else PageResult.FAILED
         return results
 
     def _put(self, objects: list[StoredObject]) -> list[bool]:
@@ -93,27 +97,20 @@ class PageObjects:
                 return
             yield first, min(first + self._batch, transfer.count)
 
-    def _keys(self, transfer: Transfer, page: PageIdentity) -> list[ObjectKey]:
-        tree = transfer.tree
-        return [ObjectKey(tree.namespace, tree.generation, page.hash, piece.shard) for piece in self._pieces]
-
-    def _encode(self, transfer: Transfer, i: int, slot: int) -> list[StoredObject]:
-        """The page's objects, or none if no header can be made for it."""
-        page = transfer.pages[i]
+    def _encode(self, transfer: Transfer, page: PageIdentity, slot: int) -> list[StoredObject]:
+        """The objects that this process puts for a page, in the order in which to put them."""
         objects = []
-        for key, piece in zip(self._keys(transfer, page), self._pieces, strict=True):
-            payload = self._buffer(slot, piece.offset, piece.length)
-            try:
-                header = encode_header(
-                    key,
-                    parent_hash=page.parent,
-                    depth=page.depth,
-                    tokens=page.symbol[: self._token_bytes],
-                    extras=page.symbol[self._token_bytes :],
-                    payload=payload,
-                )
-            except HicacheError:
-                return []
+        for part in self._plan.writes(page.hash):
+            key = _key(transfer, page, part)
+            payload = self._buffer(slot, part.offset, part.length)
+            header = encode_header(
+                key,
+                parent_hash=page.parent,
+                depth=page.depth,
+                tokens=page.symbol[: self._token_bytes],
+                extras=page.symbol[self._token_bytes :],
+                payload=payload,
+            )
             objects.append(StoredObject(key, header, payload))
         return objects
 
@@ -138,6 +135,11 @@ class PageObjects:
             and header.depth == page.depth
             and (header.extras or bytes(len(extras))) == extras
         )
+
+
+def _key(transfer: Transfer, page: PageIdentity, part: ShardPart) -> ObjectKey:
+    tree = transfer.tree
+    return ObjectKey(tree.namespace, tree.generation, page.hash, part.shard)
 
 
 def _slots(array: object) -> list[int]:

@@ -324,8 +324,8 @@ def _tripped(step: int | None, write_policy: str) -> Tripwire:
         engine = FakeEngine(cache)
         for seed in (1, 2, 3, 1, 2):
             engine.run(prompt(seed, 29))
+            cache.flush()
             _wait(lambda: cache.statistics().core.transfers == 0)
-        cache.flush()
         _at_rest(cache)
     return wire
 
