@@ -61,6 +61,8 @@ class Reducer:
         self._wait = wait
         self._publish = publish
         self._inbox: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
+        # The core fills these and never replaces them; they are looked at in every verb.
+        self._actions, self._finished, self._events = core.actions, core.finished, core.events
         self._wake: Callable[[], None] | None = None
 
     def post(self, call: Callable[..., object], *args: Any) -> None:
@@ -80,27 +82,27 @@ class Reducer:
 
     def settle(self) -> None:
         """Apply what was posted, start what the core wants done, wake who waits. The lock is held."""
-        core, inbox, actions = self.core, self._inbox, self.core.actions
+        inbox, actions, finished, events = self._inbox, self._actions, self._finished, self._events
         while inbox or actions:
             if inbox:
                 while inbox:
                     call, args = inbox.popleft()
                     self._guarded(call, args)
                 if self.flushes:
-                    self._guarded(core.flush, ())
+                    self._guarded(self.core.flush, ())
             while actions:
                 transfer = actions.popleft()
                 self.transfers[transfer.id] = transfer
                 self._guarded(self.dispatch, (transfer,))
-        if core.finished:
-            for transfer in core.finished:
+        if finished:
+            for transfer in finished:
                 self.transfers.pop(transfer.id, None)
-            core.finished.clear()
+            finished.clear()
             self.notify()
-        if core.events:
-            events = core.events[:]
-            core.events.clear()
-            self._publish(events)
+        if events:
+            news = events[:]
+            events.clear()
+            self._publish(news)
 
     def flush(self) -> None:
         """Keep the clean reserve, if a policy wants one, then settle. The lock is held."""
