@@ -310,7 +310,7 @@ class FileBackend(StorageBackend):
             ticket = self._space.claim(place.id)
             if ticket is None:
                 return self._put_claimed(stored, place, depth, bucket)
-            if not ticket.done.wait(CLAIM_WAIT):
+            if not ticket.wait(CLAIM_WAIT):
                 break
             if ticket.result is not None:
                 return ticket.result  # another thread stored the same object meanwhile

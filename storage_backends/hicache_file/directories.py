@@ -85,9 +85,8 @@ class Directories:
                 self._must_be_directory(path)
 
     def _is_known(self, place: Place) -> bool:
-        with self._lock:
-            leaves = self._known.get(place.folder)
-            return leaves is not None and place.leaf in leaves
+        leaves = self._known.get(place.folder)  # one look at a dict needs no lock
+        return leaves is not None and place.leaf in leaves
 
     def _remember(self, place: Place) -> None:
         with self._lock:

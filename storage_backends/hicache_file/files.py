@@ -87,11 +87,11 @@ class ObjectFiles:
             if error.errno in _NOT_A_FILE:
                 return Verdict(VerdictKind.FOREIGN, "not_a_file")
             raise
-        header: bytes | bytearray = head[:got] if got < ALIGNMENT else head
+        length = _declared_length(head)
+        if got >= ALIGNMENT and ALIGNMENT < length <= codec.MAX_HEADER:
+            return self._read_behind(fd, key, length, buffer)
         payload = buffer[: max(0, got - ALIGNMENT)]
-        if len(header) == ALIGNMENT and (longer := _longer_header(head)):
-            header, payload = self._read_behind(fd, longer, buffer)
-        return _judge(key, header, payload)
+        return _judge(key, memoryview(head)[: min(got, length or ALIGNMENT)], payload)
 
     def peek(self, path: str, key: ObjectKey) -> Seen:
         """Look at the header of what lies under a name.
@@ -106,12 +106,12 @@ class ObjectFiles:
                 return Seen(Verdict(VerdictKind.FOREIGN, "not_a_file"), 0, info)
             head = bytearray(ALIGNMENT)
             got = self._fs.preadv(fd, [head], 0)
-            if got == ALIGNMENT and (longer := _longer_header(head)):
-                head = bytearray(longer)
+            if got == ALIGNMENT < (length := _declared_length(head)) <= codec.MAX_HEADER:
+                head = bytearray(length)
                 got = self._fs.preadv(fd, [head], 0)
         finally:
             self._fs.close(fd)
-        return Seen(_judge_header(key, head[:got], info.st_size), info.st_size, info)
+        return Seen(_judge_header(key, memoryview(head)[:got], info.st_size), info.st_size, info)
 
     def write(self, path: str, header: bytes, payload: memoryview) -> None:
         """Make a new file with everything in it; on failure nothing is left of it.
@@ -198,30 +198,26 @@ class ObjectFiles:
             block = self._local.block = memoryview(mmap.mmap(-1, size))
         return block
 
-    def _read_behind(self, fd: int, length: int, buffer: memoryview) -> tuple[bytearray, memoryview]:
-        """Header and payload of an object whose header is longer than one 4 KiB."""
+    def _read_behind(self, fd: int, key: ObjectKey, length: int, buffer: memoryview) -> Verdict:
+        """Read again, as an object whose header is longer than one 4 KiB."""
         head = bytearray(padded(length))
         got = self._fs.preadv(fd, [head, buffer], 0)
-        return head[:got], buffer[: max(0, got - len(head))]
+        return _judge(key, memoryview(head)[: min(got, length)], buffer[: max(0, got - len(head))])
 
 
-def _longer_header(head: bytearray) -> int:
-    """Length of a header that does not fit 4 KiB, else 0."""
-    try:
-        length = codec.header_length(head)
-    except codec.HeaderError:
-        return 0
-    return length if length > ALIGNMENT else 0
+def _declared_length(head: bytearray) -> int:
+    """Header length as bytes 12 to 15 say it in every version, not yet proven; 0 where the magic is not ours."""
+    return int.from_bytes(head[12:16], "little") if head.startswith(codec.MAGIC) else 0
 
 
-def _judge(key: ObjectKey, header: bytes | bytearray, payload: memoryview) -> Verdict:
+def _judge(key: ObjectKey, header: memoryview, payload: memoryview) -> Verdict:
     verdict = codec.verify(key, header, payload)
     if verdict.reason == "magic" and _ours_but_for_magic(key, header):
         return Verdict(VerdictKind.CORRUPT, "magic")
     return verdict
 
 
-def _judge_header(key: ObjectKey, header: bytearray, size: int) -> Verdict:
+def _judge_header(key: ObjectKey, header: memoryview, size: int) -> Verdict:
     """As `codec.verify`, without the payload but with the file's size."""
     try:
         found = codec.decode_header(header)
@@ -238,10 +234,10 @@ def _judge_header(key: ObjectKey, header: bytearray, size: int) -> Verdict:
     return Verdict(VerdictKind.OK, "", found)
 
 
-def _ours_but_for_magic(key: ObjectKey, header: bytes | bytearray) -> bool:
+def _ours_but_for_magic(key: ObjectKey, header: memoryview) -> bool:
     """A flipped bit in the magic alone must not make an object another program's, which nobody may replace."""
     try:
-        return codec.decode_header(codec.MAGIC + header[len(codec.MAGIC) :]).key == key
+        return codec.decode_header(codec.MAGIC + bytes(header[len(codec.MAGIC) :])).key == key
     except codec.HeaderError:
         return False
 

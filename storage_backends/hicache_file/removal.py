@@ -82,7 +82,7 @@ class Removal:
     def remove(self, place: Place) -> bool:
         """Remove an object, waiting for what others do with it; False if there was none, or it cannot be removed."""
         while (ticket := self._space.claim(place.id)) is not None:
-            if not ticket.done.wait(CLAIM_WAIT):
+            if not ticket.wait(CLAIM_WAIT):
                 return False
         try:
             info = self._fs.lstat(place.path)
