@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import stat
 import threading
 import time
 from collections import Counter
@@ -23,7 +20,7 @@ from hicache.storage.base import (
     StorageUrl,
     StoredObject,
 )
-from hicache.storage.codec import Verdict, VerdictKind
+from hicache.storage.codec import VerdictKind
 
 from .directories import Directories
 from .files import ObjectFiles
@@ -31,6 +28,8 @@ from .filesystem import FileSystem
 from .janitor import Janitor
 from .labels import Labels
 from .names import Names, Place
+from .parts import Parts
+from .reader import Reader, failed
 from .removal import CLAIM_WAIT, Removal
 from .root import Root
 from .space import Space
@@ -76,8 +75,6 @@ class FileBackend(StorageBackend):
         wall: Callable[[], float] = time.time,
     ) -> None:
         fs = fs or FileSystem()
-        self._fs = fs
-        self._wall = wall
         self._closed = False
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
@@ -90,25 +87,21 @@ class FileBackend(StorageBackend):
         self._files = ObjectFiles(fs, fsync=fsync)
         self._removal = Removal(fs, self._names, self._space)
         self._labels = Labels(fs, self._root, self._names, self._directories)
-        self._writer = Writer(
-            fs=fs,
-            root=self._root,
-            directories=self._directories,
-            files=self._files,
-            space=self._space,
-            removal=self._removal,
-            floor=self._labels.floor,
-            now=now,
-        )
-        self._janitor = Janitor(
+        parts = Parts(
             fs=fs,
             root=self._root,
             names=self._names,
             space=self._space,
+            directories=self._directories,
             files=self._files,
             removal=self._removal,
-            floor=self._labels.generation,
+            labels=self._labels,
+            now=now,
+            wall=wall,
         )
+        self._reader = Reader(parts)
+        self._writer = Writer(parts)
+        self._janitor = Janitor(parts)
         self._janitor.start()
 
     @classmethod
@@ -132,7 +125,7 @@ class FileBackend(StorageBackend):
         """See `StorageBackend`. A buffer of another length than the stored payload is FAILED ("size")."""
         self._check_open()
         bucket = self._space.bucket()
-        results = [self._get(key, buffer, bucket) for key, buffer in zip(keys, buffers, strict=True)]
+        results = [self._reader.get(key, buffer, bucket) for key, buffer in zip(keys, buffers, strict=True)]
         moved = sum(b.nbytes for b, result in zip(buffers, results, strict=True) if result.status is ObjectStatus.OK)
         self._count("gets", "hits", "bytes_read", results, moved)
         return results
@@ -158,14 +151,14 @@ class FileBackend(StorageBackend):
             if stop_at_first_miss and answers and not answers[-1]:
                 answers.append(False)
             else:
-                answers.append(self._exists(self._names.place(key)))
+                answers.append(self._reader.exists(self._names.place(key)))
         return answers
 
     def touch(self, keys: Sequence[ObjectKey]) -> list[bool]:
         """See `StorageBackend`."""
         self._check_open()
         bucket = self._space.bucket()
-        return [self._touch(key, bucket) for key in keys]
+        return [self._reader.touch(self._names.place(key), bucket) for key in keys]
 
     def delete(self, keys: Sequence[ObjectKey]) -> list[bool]:
         """See `StorageBackend`. What is not ours under the name stays."""
@@ -254,58 +247,13 @@ class FileBackend(StorageBackend):
 
     # --- one object ---------------------------------------------------------------------------------------------
 
-    def _get(self, key: ObjectKey, buffer: memoryview, bucket: int) -> ObjectResult:
-        place = self._names.place(key)
-        try:
-            if self._directories.check(place):
-                fd = self._files.open(place.path)
-                try:
-                    return self._read(fd, place, key, buffer, bucket)
-                finally:
-                    self._fs.close(fd)
-        except FileNotFoundError:
-            pass
-        except OSError as error:
-            if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.ENXIO):
-                return ObjectResult(ObjectStatus.MISSING, "foreign")
-            return _failed(error)
-        if self._space.known(place.id):
-            if not self._root.alive():
-                return ObjectResult(ObjectStatus.FAILED, "unavailable")
-            self._directories.forget(place.folder)
-            self._removal.vanished(place)
-        return ObjectResult(ObjectStatus.MISSING, "absent")
-
-    def _read(self, fd: int, place: Place, key: ObjectKey, buffer: memoryview, bucket: int) -> ObjectResult:
-        verdict = self._files.read(fd, key, buffer)
-        ours = verdict.kind in (VerdictKind.OK, VerdictKind.CORRUPT)
-        if ours and verdict.header is not None and verdict.header.payload_length != buffer.nbytes:
-            return ObjectResult(ObjectStatus.FAILED, "size")
-        if verdict.ok:
-            self._used(fd, place, verdict, bucket)
-        elif ours:
-            self._removal.withdraw(place, self._fs.fstat(fd))
-        else:
-            self._removal.disown(place)
-        return ObjectResult.of(verdict)
-
-    def _used(self, fd: int, place: Place, verdict: Verdict, bucket: int) -> None:
-        stamp = self._space.use(place.id, bucket)
-        if stamp is None and verdict.header is not None:
-            info = self._fs.fstat(fd)
-            if info.st_nlink:
-                self._space.adopt(place.id, size=info.st_size, depth=verdict.header.depth, bucket=bucket)
-            stamp = True
-        if stamp:
-            self._stamp(fd)
-
     def _put(self, stored: StoredObject, bucket: int) -> ObjectResult:
         depth, reason = _check(stored)
         if reason:
             return ObjectResult(ObjectStatus.FAILED, reason)
         place = self._names.place(stored.key)
         for _ in range(_TRIES):
-            if self._is_stored(place, bucket):
+            if self._reader.is_stored(place, bucket):
                 return _OK
             ticket = self._space.claim(place.id)
             if ticket is None:
@@ -319,7 +267,7 @@ class FileBackend(StorageBackend):
     def _put_claimed(self, stored: StoredObject, place: Place, depth: int, bucket: int) -> ObjectResult:
         result = ObjectResult(ObjectStatus.FAILED, "interrupted")
         try:
-            if self._is_stored(place, bucket):
+            if self._reader.is_stored(place, bucket):
                 result = _OK
             else:
                 self._space.forget(place.id)
@@ -330,42 +278,10 @@ class FileBackend(StorageBackend):
         except StorageUnavailable:
             result = ObjectResult(ObjectStatus.FAILED, "unavailable")
         except OSError as error:
-            result = _failed(error)
+            result = failed(error)
         finally:
             self._space.release(place.id, result)
         return result
-
-    def _is_stored(self, place: Place, bucket: int) -> bool:
-        """Whether the index has it and its file is there as it was written."""
-        size = self._space.known(place.id)
-        if not size:
-            return False
-        try:
-            info = self._fs.lstat(place.path)
-        except OSError:
-            return False
-        if not stat.S_ISREG(info.st_mode) or info.st_size != size:
-            return False
-        if self._space.use(place.id, bucket):
-            self._stamp(place.path)
-        return True
-
-    def _exists(self, place: Place) -> bool:
-        try:
-            if not self._directories.check(place):
-                return False
-            info = self._fs.lstat(place.path)
-        except OSError:
-            return False
-        return stat.S_ISREG(info.st_mode) and info.st_size > 0
-
-    def _touch(self, key: ObjectKey, bucket: int) -> bool:
-        place = self._names.place(key)
-        if not self._exists(place):
-            return False
-        if self._space.use(place.id, bucket) is not False:
-            self._stamp(place.path)
-        return True
 
     def _delete(self, key: ObjectKey) -> bool:
         place = self._names.place(key)
@@ -387,10 +303,6 @@ class FileBackend(StorageBackend):
             self._space.reset()
             return True
         return False
-
-    def _stamp(self, target: int | str) -> None:
-        with contextlib.suppress(OSError):  # order after a restart is a help, not a promise worth a failed read
-            self._fs.set_mtime(target, self._wall())
 
     def _check_open(self) -> None:
         if self._closed:
@@ -420,8 +332,3 @@ def _check(stored: StoredObject) -> tuple[int, str]:
     ):
         return 0, "header:identity"
     return header.depth, ""
-
-
-def _failed(error: OSError) -> ObjectResult:
-    name = errno.errorcode.get(error.errno or 0, "oserror").lower()
-    return ObjectResult(ObjectStatus.FAILED, "unavailable" if name == "enoent" else name)

@@ -12,12 +12,8 @@ from typing import Final, NamedTuple
 
 from hicache.storage.codec import VerdictKind
 
-from .files import ObjectFiles
-from .filesystem import FileSystem
-from .names import Names, temp_writer
-from .removal import Removal
-from .root import Root
-from .space import Space
+from .names import temp_writer
+from .parts import Parts
 
 __all__ = ["Janitor"]
 
@@ -37,31 +33,16 @@ class _Leaf(NamedTuple):
 
 
 class Janitor:
-    """One thread. It holds no lock during I/O and looks at every 64 files whether it should stop.
+    """One thread. It holds no lock during I/O and looks at every 64 files whether it should stop."""
 
-    Args:
-        fs, root, names, space, files, removal: the backend's parts.
-        floor: reads the current generation of a namespace.
-    """
-
-    def __init__(
-        self,
-        *,
-        fs: FileSystem,
-        root: Root,
-        names: Names,
-        space: Space,
-        files: ObjectFiles,
-        removal: Removal,
-        floor: Callable[[bytes], int],
-    ) -> None:
-        self._fs = fs
-        self._root = root
-        self._names = names
-        self._space = space
-        self._files = files
-        self._removal = removal
-        self._floor = floor
+    def __init__(self, parts: Parts) -> None:
+        self._fs = parts.fs
+        self._root = parts.root
+        self._names = parts.names
+        self._space = parts.space
+        self._files = parts.files
+        self._removal = parts.removal
+        self._floor = parts.labels.generation
         self._stop = threading.Event()
         self._ready = threading.Event()
         self._wake = threading.Condition()

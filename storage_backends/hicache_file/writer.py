@@ -5,19 +5,14 @@ from __future__ import annotations
 import errno
 import stat
 import threading
-from collections.abc import Callable
 from typing import Final
 
 from hicache.storage.base import StoredObject
 from hicache.storage.codec import VerdictKind
 
-from .directories import Directories
-from .files import ObjectFiles, file_size
-from .filesystem import FileSystem
+from .files import file_size
 from .names import Place
-from .removal import Removal
-from .root import Root
-from .space import Space
+from .parts import Parts
 
 __all__ = ["Refused", "Writer"]
 
@@ -34,34 +29,17 @@ class Refused(Exception):  # noqa: N818  an outcome
 
 
 class Writer:
-    """Stores objects whose claim the caller holds. Thread-safe.
+    """Stores objects whose claim the caller holds. Thread-safe."""
 
-    Args:
-        fs, root, directories, files, space, removal: the backend's parts.
-        floor: the lowest generation of a namespace that this process knows to be valid.
-        now: monotonic clock in seconds.
-    """
-
-    def __init__(
-        self,
-        *,
-        fs: FileSystem,
-        root: Root,
-        directories: Directories,
-        files: ObjectFiles,
-        space: Space,
-        removal: Removal,
-        floor: Callable[[bytes], int],
-        now: Callable[[], float],
-    ) -> None:
-        self._fs = fs
-        self._root = root
-        self._directories = directories
-        self._files = files
-        self._space = space
-        self._removal = removal
-        self._floor = floor
-        self._now = now
+    def __init__(self, parts: Parts) -> None:
+        self._fs = parts.fs
+        self._root = parts.root
+        self._directories = parts.directories
+        self._files = parts.files
+        self._space = parts.space
+        self._removal = parts.removal
+        self._floor = parts.labels.floor
+        self._now = parts.now
         self._lock = threading.Lock()
         self._delay = 0.0  # how long puts are refused after the disk was full
         self._refuse_until = 0.0
