@@ -256,6 +256,15 @@ class Core:
             raise InvalidInput("extend: the longer prompt does not begin with the request's own")
         lease.prompt = prompt
 
+    def touch(self, lease: Lease, now: float) -> int:
+        """Tell storage that a request's pages are in use, at most once in `config.touch_seconds`.
+
+        `now` is any monotonic clock in seconds. Returns the pages of the TOUCH begun.
+        """
+        if self.config.touch_seconds is None or not self.config.storage or not lease.tree.live:
+            return 0
+        return self._writer.touch(lease.tree, lease.prompt, now)
+
     def withdraw_interest(self, lease: Lease) -> None:
         """The lease waits no longer for what is on its way. What only it wanted is cut."""
         self.log.withdraw_interest(lease)
@@ -301,8 +310,12 @@ class Core:
         Raises:
             HicacheInternalError: no such transfer, completed before, or a wrong number of results; nothing changed.
         """
+        transfer = self.log.open.get(transfer_id)
         for node in self.log.complete(transfer_id, results):
-            self._writer.filled(node)
+            if transfer is not None and transfer.kind is TransferKind.TOUCH:
+                self._writer.heal(node)
+            else:
+                self._writer.filled(node)
         self._loader.forget_stubs()
 
     def flush(self) -> int:

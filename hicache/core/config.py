@@ -46,6 +46,7 @@ class CoreConfig:
         reserve: share of a tier's pages that `on_eviction` keeps free or clean.
         stub_pages: pages known only to be in storage that the trees remember; each costs its tokens.
         ghost_pages: hashes of pages gone that are remembered for miss reasons.
+        touch_seconds: a path's pages are touched in storage at most once in so long; None means never.
         span_bytes: bound of a node's symbols in bytes.
         events: whether to produce residency events.
     """
@@ -60,6 +61,7 @@ class CoreConfig:
     reserve: float = 1 / 16
     stub_pages: int = 262_144
     ghost_pages: int = 65_536
+    touch_seconds: float | None = None
     span_bytes: int = 65_536
     events: bool = False
 
@@ -76,5 +78,7 @@ class CoreConfig:
         for name in ("stub_pages", "ghost_pages"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}={getattr(self, name)} is negative")
+        if self.touch_seconds is not None and self.touch_seconds <= 0:
+            raise ConfigError(f"touch_seconds={self.touch_seconds} is not above 0; None turns touching off")
         if not 0 <= self.reserve <= 1:
             raise ConfigError(f"reserve={self.reserve} is not a share between 0 and 1")

@@ -13,6 +13,7 @@ import numpy as np
 
 from hicache.core.registry import DEVICE, HOST, Registry
 from hicache.core.residency import SlotState, SlotTable
+from hicache.core.transfers import TransferKind
 from hicache.errors import HicacheInternalError
 
 if TYPE_CHECKING:
@@ -49,10 +50,9 @@ def check(copies: Copies, log: TransferLog, room: Room, trees: Iterable[HiRadixT
     for tree in live:
         flying = {
             page.hash
-            for t in log.open.values()
-            if t.tree is tree and not t.completed
-            for page in t.pages
-            if t.kind.target.name == "STORAGE"
+            for transfer in log.open.values()
+            if transfer.kind is TransferKind.PUT and transfer.tree is tree and not transfer.completed
+            for page in transfer.pages
         }
         _must(tree.putting == flying, "puts in flight differ from what the tree says")
 

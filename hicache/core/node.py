@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import TYPE_CHECKING
 
 from hicache.core.residency import NO_SLOTS, Slots
@@ -36,6 +37,7 @@ class Node:
         priority: the highest priority of a request that used it.
         filed: per owned tier, the number of its valid entry in the candidates' heap, 0 if none.
         filed_dirty: per owned tier, whether that entry is in the heap of dirty ones.
+        touched: when STORAGE was last told that its pages are in use, by the caller's clock.
         alive: False once it has left the tree.
     """
 
@@ -60,6 +62,7 @@ class Node:
         "stamp",
         "stub_filed",
         "stubs",
+        "touched",
         "tree",
     )
 
@@ -82,6 +85,7 @@ class Node:
         self.hits = 0
         self.heat = 0.0
         self.priority = 0
+        self.touched = -inf
         self.filed = [0, 0]
         self.filed_dirty = [False, False]
         self.alive = True

@@ -17,7 +17,7 @@ from hicache.records import MissReason, PageResult, Tier
 
 if TYPE_CHECKING:
     from hicache.core.node import Node
-    from hicache.core.prompt import PageIdentity
+    from hicache.core.prompt import PageIdentity, Prompt
     from hicache.core.tree import HiRadixTree
 
 
@@ -52,21 +52,22 @@ class TransferLog:
         pages: tuple[PageIdentity, ...] = (),
         pins: list[PinSet],
         lease: Lease | None = None,
+        prompt: Prompt | None = None,
     ) -> Transfer:
         """Open a transfer that owns one hold of each of `pins`. All but WRITE become actions."""
         self._number += 1
-        touched = target_slots if target_slots is not None else source_slots
-        assert touched is not None
+        moved = target_slots if target_slots is not None else source_slots
         transfer = Transfer(
             self._number,
             kind,
             tree,
             first=first,
-            count=len(touched),
+            count=len(pages) if moved is None else len(moved),
             source_slots=source_slots,
             target_slots=target_slots,
             pages=pages,
             pins=pins,
+            prompt=prompt,
         )
         if target_slots is not None:
             self.copies.registry.tables[kind.target].filler[target_slots] = transfer.id
@@ -116,6 +117,8 @@ class TransferLog:
         filled: list[Node] = []
         if transfer.kind is TransferKind.PUT:
             self._put_ended(transfer, results)
+        elif transfer.kind is TransferKind.TOUCH:
+            filled = self._touch_ended(transfer, results)
         elif transfer.tree.live:
             filled = self._filled(transfer, results)
         self.end_settled()
@@ -135,6 +138,24 @@ class TransferLog:
         table.stored[slots[good & (table.owner[slots] >= 0)]] = True
         for node in self._owners(HOST, slots):
             self.copies.raise_belief(node)
+
+    def _touch_ended(self, transfer: Transfer, results: Sequence[PageResult]) -> list[Node]:
+        """Pages that storage has lost are believed no more. Returns their nodes: what is above heals them."""
+        tree, prompt = transfer.tree, transfer.prompt
+        assert prompt is not None
+        holed: list[Node] = []
+        for page, result in zip(transfer.pages, results, strict=True):
+            if result != PageResult.SOURCE_BAD or not tree.live:
+                continue
+            path = tree.walk(prompt, page.depth + 1)
+            node, pages = path[-1] if path else (tree.root, 0)
+            if node.first + pages == page.depth + 1 and node.believed >= pages:
+                self.copies.set_belief(node, pages - 1)
+                holed.append(node)
+        for node in holed:
+            if node.alive:
+                tree.trim(node, MissReason.EVICTED)
+        return holed
 
     def _filled(self, transfer: Transfer, results: Sequence[PageResult]) -> list[Node]:
         copies = self.copies

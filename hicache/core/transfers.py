@@ -25,6 +25,7 @@ class TransferKind(Enum):
     LOAD = (Tier.HOST, Tier.DEVICE)
     FETCH = (Tier.STORAGE, Tier.HOST)
     PUT = (Tier.HOST, Tier.STORAGE)
+    TOUCH = (Tier.STORAGE, Tier.STORAGE)  # no bytes: tells storage that pages hot above are in use
 
     @property
     def source(self) -> Tier | None:
@@ -86,10 +87,11 @@ class Transfer:
         id: unique in one core.
         kind: what it moves.
         tree: the tree it belongs to; `.namespace` and `.generation` are its identity.
-        first: page index of its first page (FETCH, LOAD, WRITE, WRITE_BACK: consecutive pages follow).
+        first: page index of its first page (consecutive pages follow, but for PUT and TOUCH).
         source_slots, target_slots: int64 slots in the owned tiers that it touches, else None.
-        pages: identities of the pages, for FETCH and PUT.
+        pages: identities of the pages, for FETCH, PUT and TOUCH; a TOUCH has them deepest first.
         count: number of pages.
+        prompt: for a TOUCH, the prompt whose pages it touches.
         completed: its I/O has ended.
         cancelled: nobody wants it any more. If it has not begun it may be completed as FAILED without any I/O.
         interest: leases that wait for it.
@@ -106,6 +108,7 @@ class Transfer:
         "kind",
         "pages",
         "pins",
+        "prompt",
         "source_slots",
         "target_slots",
         "tree",
@@ -123,6 +126,7 @@ class Transfer:
         target_slots: Slots | None = None,
         pages: tuple[PageIdentity, ...] = (),
         pins: list[PinSet],
+        prompt: Prompt | None = None,
     ) -> None:
         self.id = number
         self.kind = kind
@@ -132,6 +136,7 @@ class Transfer:
         self.source_slots = source_slots
         self.target_slots = target_slots
         self.pages = pages
+        self.prompt = prompt
         self.completed = False
         self.cancelled = False
         self.interest: set[Lease] = set()

@@ -245,6 +245,7 @@ class HiRadixTree:
         for child in rest.children.values():
             child.parent = rest
         rest.stamp, rest.hits, rest.heat, rest.priority = node.stamp, node.hits, node.heat, node.priority
+        rest.touched = node.touched
         node.span, node.hashes, node.pages = node.span[: pages * width], node.hashes[: pages * size], pages
         rest.believed, node.believed = max(0, node.believed - pages), min(node.believed, pages)
         for tier in _TIERS:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hicache.core.prompt import PageIdentity
+from hicache.core.prompt import PageIdentity, Prompt
 from hicache.core.registry import DEVICE, HOST
 from hicache.core.residency import FREE, Slots
 from hicache.core.room import Room
@@ -144,6 +144,34 @@ class Writer:
                 symbol = node.span[i * width : (i + 1) * width]
                 yield node.first + i, PageIdentity(page_hash, parent, node.first + i, symbol)
                 parent = page_hash
+
+    # ---- against eviction in storage
+
+    def touch(self, tree: HiRadixTree, prompt: Prompt, now: float) -> int:
+        """Tell storage that a prompt's pages are in use, if it is time. Returns the pages begun.
+
+        What is hot above never reaches storage, which would evict just that. Pages are touched deepest first, so
+        that the root is the newest; a page that is absent is put again from above.
+        """
+        path = tree.walk(prompt)
+        pages = tree.believed_pages(path)
+        while path and path[-1][0].first >= pages:
+            path.pop()
+        interval = self._registry.config.touch_seconds
+        if not path or interval is None or now - path[-1][0].touched < interval:
+            return 0
+        for node, _ in path:
+            node.touched = now
+        identities = [identity for _, identity in self._identities(tree, path, 0, pages)]
+        identities.reverse()
+        self._log.begin(TransferKind.TOUCH, tree, first=0, pages=tuple(identities), pins=[], prompt=prompt)
+        return pages
+
+    def heal(self, node: Node) -> None:
+        """Storage has lost pages of the node that it had: write them again, whatever the policies say."""
+        if node.alive and node.tree.live:
+            self.put(node.tree.path_to(node))
+            self.back_up(node.tree.path_to(node))
 
     # ---- by eviction pressure
 

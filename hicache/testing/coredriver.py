@@ -117,6 +117,7 @@ class CoreDriver:
         self._tags = [np.zeros(self.core.registry.tables[tier].capacity, np.int64) for tier in (_DEVICE, _HOST)]
         self._visible: dict[tuple[bytes, Tier], list[int]] = {}
         self._number = 0
+        self._now = 0
 
     # ---- choosing
 
@@ -164,6 +165,7 @@ class CoreDriver:
         ("sweep", 2),
         ("match", 4),
         ("decode", 6),
+        ("touch", 4),
     )
     _WEIGHTED = tuple(name for name, weight in STEPS for _ in range(weight))
 
@@ -315,6 +317,12 @@ class CoreDriver:
         assert counts.asked == counts.device + counts.host + counts.storage + sum(counts.missed.values())
         assert self.core.release(engine.lease) is counts
 
+    def _touch(self) -> None:
+        engine = self._open()
+        if engine is not None:
+            self._now += self._choices.integer(0, 2)
+            self.core.touch(engine.lease, self._now)
+
     def _load(self) -> None:
         engine = self._open()
         if engine is None:
@@ -435,7 +443,7 @@ class CoreDriver:
         running.begun = True
         transfer = running.transfer
         self._source_tags(transfer)
-        if transfer.kind is TransferKind.FETCH:
+        if transfer.kind in (TransferKind.FETCH, TransferKind.TOUCH):
             stored = self._stored.get((transfer.tree.namespace, transfer.tree.generation), set())
             running.got = [tag(page.hash) in stored for page in transfer.pages]
         if transfer.target_slots is not None:
@@ -461,9 +469,15 @@ class CoreDriver:
         results = self._results(transfer.count)
         if transfer.kind is TransferKind.LOAD and self._one_in(12):
             results[self._choices.integer(0, transfer.count - 1)] = PageResult.SOURCE_BAD
-        if transfer.kind is TransferKind.FETCH:
+        if transfer.kind in (TransferKind.FETCH, TransferKind.TOUCH):
+            depths = [page.depth for page in transfer.pages]
+            assert transfer.kind is TransferKind.FETCH or depths == sorted(depths, reverse=True), (
+                "root not touched last"
+            )
             results = [r if got else PageResult.SOURCE_BAD for r, got in zip(results, running.got, strict=True)]
-        if transfer.kind is TransferKind.PUT:
+        if transfer.kind is TransferKind.TOUCH:
+            self._settle(transfer, results)
+        elif transfer.kind is TransferKind.PUT:
             self._put(transfer, results)
         else:
             self._fill_target(transfer, results)

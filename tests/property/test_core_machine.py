@@ -24,6 +24,7 @@ CONFIGS = st.builds(
     host_to_storage=POLICIES,
     fetch_pages=st.sampled_from([2, 3, 32]),
     reserve=st.just(0.3),
+    touch_seconds=st.sampled_from([None, 1, 3]),
     stub_pages=st.sampled_from([0, 5, 1000]),
     ghost_pages=st.sampled_from([0, 20]),
     span_bytes=st.sampled_from([2, 6, 10, 1000]),
@@ -65,7 +66,9 @@ def test_long_random_histories(config, seed):
 
 def test_the_driver_reaches_everything():
     """A driver that never loads, fetches, cancels or clears would prove nothing."""
-    config = CoreConfig(device_pages=16, host_pages=14, storage=True, reserve=0.3, fetch_pages=2, events=True)
+    config = CoreConfig(
+        device_pages=16, host_pages=14, storage=True, reserve=0.3, fetch_pages=2, touch_seconds=1, events=True
+    )
     seen: set[str] = set()
     for seed in range(8):
         driver = CoreDriver(SeededChoices(seed), config)
@@ -76,6 +79,7 @@ def test_the_driver_reaches_everything():
         "LOAD",
         "FETCH",
         "PUT",
+        "TOUCH",
         "writer",
         "cancelled",
         "clear",

@@ -678,3 +678,58 @@ def test_states_are_what_the_counters_say():
     assert stage.core.statistics().device.private == 3
     stage.core.release(lease, aborted=True)
     at_rest(stage)
+
+
+# ---- touching what storage would evict
+
+
+def touched_stage():
+    """ABCD in all tiers, and its pages due for a touch."""
+    return full_stage(touch_seconds=60.0)
+
+
+def test_a_path_is_touched_leaf_to_root_and_not_again_before_its_time():
+    stage = touched_stage()
+    lease = stage.lease("ABCD")
+    assert stage.core.touch(lease, 0.0) == 4
+    (touch,) = stage.take(TransferKind.TOUCH)
+    assert [page.depth for page in touch.pages] == [3, 2, 1, 0]
+    stage.end(touch)
+    assert stage.core.touch(lease, 59.0) == 0
+    assert stage.core.touch(lease, 60.0) == 4
+    stage.settle()
+    stage.core.release(lease)
+    at_rest(stage)
+
+
+@pytest.mark.parametrize("above", ["DEVICE and HOST", "DEVICE only"])
+def test_pages_that_storage_lost_are_put_again_from_above(above):
+    stage = touched_stage()
+    if above == "DEVICE only":
+        stage.core.evict(HOST, 99)
+    lease = stage.lease("ABCD")
+    stage.core.touch(lease, 0.0)
+    stage.end(stage.take(TransferKind.TOUCH)[0], [OK, BAD, OK, OK])  # deepest first: C is gone
+    tree = stage.tree()
+    assert tree.believed_pages(tree.walk(stage.prompt("ABCD"))) == 2
+    put = [t for t in stage.settle() if t.kind is TransferKind.PUT]
+    assert {page.depth for transfer in put for page in transfer.pages} >= {2}
+    assert tree.believed_pages(tree.walk(stage.prompt("ABCD"))) == 4
+    stage.core.release(lease)
+    at_rest(stage)
+
+
+def test_a_page_lost_everywhere_is_forgotten_by_a_touch():
+    stage = touched_stage()
+    lease = stage.lease("AB")
+    for tier in (DEVICE, HOST):
+        stage.core.evict(tier, 99)
+    deep = stage.lease("ABCD")
+    stage.core.touch(deep, 0.0)
+    stage.end(stage.take(TransferKind.TOUCH)[0], [BAD, BAD, OK, OK])
+    assert stage.match("ABCD").pages == 2
+    stage.core.release(deep)
+    stage.core.release(lease)
+    assert stage.commit("ABCD").counts.missed == {MissReason.EVICTED: 2}
+    stage.settle()
+    at_rest(stage)
