@@ -22,6 +22,7 @@ from hicache.memory.writer import READY
 from hicache.records import MissReason
 from hicache.runtime.request import Request
 
+ALLOCATE_SECONDS = 30.0  # for which a request waits until copies let go of slots
 MOST_PROBLEMS = 10  # places of wrong pages that are named; all are counted
 
 
@@ -48,6 +49,9 @@ class Replay:
         self._prompts = prompts
         self._content = content
         self._pages = pages
+        # Pages with bytes hold slots while they are copied; an engine would wait for them as well. Without bytes
+        # nothing is ever under way.
+        self._patience = None if content is None else ALLOCATE_SECONDS
         self._missed = dict.fromkeys(MissReason, 0)
         self._requests = self._refused = 0
         self._asked = self._device = self._host = self._storage = 0
@@ -88,7 +92,7 @@ class Replay:
         try:
             loaded = request.load()
             states = self._verify(loaded, tokens, traced) if self._content is not None else ()
-            fresh = request.allocate()
+            fresh = request.allocate(deadline=self._patience)
             if states:
                 self._write(fresh, states[len(loaded) :])
             request.commit(upto=len(tokens), ready=READY)

@@ -11,7 +11,7 @@ import pytest
 
 from hicache.analytics.content import PageContent
 from hicache.analytics.prompts import IdPages
-from hicache.analytics.replay import MOST_PROBLEMS, Replay
+from hicache.analytics.replay import ALLOCATE_SECONDS, MOST_PROBLEMS, Replay
 from hicache.analytics.result import ReplayResult
 from hicache.analytics.trace import TraceRequest, pack_ids
 from hicache.errors import HicacheInternalError, OutOfSlots, TraceError
@@ -40,7 +40,7 @@ class PrefixCache:
         self.capacity = capacity
         self.closed = 0
         self.opened = 0
-        self.host_every = 0  # of hits, that many come from HOST
+        self.patience: list[float | None] = []
 
     def ask(self, tokens: np.ndarray[Any, Any]) -> PrefixRequest:
         self.opened += 1
@@ -70,7 +70,8 @@ class PrefixRequest:
         self.counts.missed = {MissReason.COLD: self.counts.asked - len(found)}
         return np.array(found, np.int64)
 
-    def allocate(self) -> np.ndarray[Any, Any]:
+    def allocate(self, *, deadline: float | None = None) -> np.ndarray[Any, Any]:
+        self.cache.patience.append(deadline)
         need = self.counts.asked - self.counts.device
         if need > self.cache.capacity:
             raise OutOfSlots(asked=need, free=self.cache.capacity, evictable=0, capacity=self.cache.capacity)
@@ -191,6 +192,13 @@ def test_request_that_does_not_fit_is_refused_and_closed() -> None:
     assert (result.requests_refused, result.requests, result.pages_missed) == (1, 2, 5)
 
 
+def test_requests_wait_for_slots_only_where_bytes_are_copied() -> None:
+    cache = PrefixCache()
+    replayed(cache, requests([1]), content=True)
+    replayed(cache, requests([1]))
+    assert cache.patience == [ALLOCATE_SECONDS, None]
+
+
 def test_stop_keeps_what_was_reached() -> None:
     cache = PrefixCache()
     replay = replay_of(cache)
@@ -209,7 +217,7 @@ def test_request_is_closed_when_the_cache_fails() -> None:
 
 
 class _Failing(PrefixRequest):
-    def allocate(self) -> np.ndarray[Any, Any]:
+    def allocate(self, *, deadline: float | None = None) -> np.ndarray[Any, Any]:
         raise HicacheInternalError("pins below zero")
 
 
