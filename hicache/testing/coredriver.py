@@ -113,6 +113,7 @@ class CoreDriver:
         self._running: dict[int, _Running] = {}
         self._writers: dict[int, Transfer] = {}
         self._stored: dict[tuple[bytes, int], set[int]] = {}
+        self._acknowledged: dict[tuple[bytes, int], set[int]] = {}
         self._putting: set[tuple[bytes, int, int]] = set()
         self._tags = [np.zeros(self.core.registry.tables[tier].capacity, np.int64) for tier in (_DEVICE, _HOST)]
         self._visible: dict[tuple[bytes, Tier], list[int]] = {}
@@ -204,6 +205,8 @@ class CoreDriver:
                 assert self._tags[tier][node.slots[tier][:resident]].tolist() == hashes[:resident], "wrong bytes"
                 seen[Tier(tier)].update(hashes[:resident])
             seen[Tier.STORAGE].update(hashes[: node.believed])
+        acknowledged = self._acknowledged.get((tree.namespace, tree.generation), set())
+        assert seen[Tier.STORAGE] <= acknowledged, "believed to be stored, but storage never said so"
         if self.core.config.events:
             for tier in Tier:
                 told = self._visible.get((tree.namespace, tier), [])
@@ -343,11 +346,12 @@ class CoreDriver:
             self._remember_reads(engine)
             return
         stored = self._stored.get((lease.tree.namespace, lease.tree.generation), set())
-        found = lease.match.device + lease.match.host
+        found = base = lease.match.device + lease.match.host
         for page_hash in lease.prompt.hashes(found, lease.limit) if lease.limit > found else []:
             if tag(page_hash) not in stored:
                 break
             found += 1
+        self._acknowledge(lease.tree, lease.prompt.hashes(base, found) if found > base else [])
         self.core.believe(lease, found)
         self.core.prefetch(lease)
         if self._one_in(2):
@@ -489,7 +493,12 @@ class CoreDriver:
         for page, result in zip(transfer.pages, results, strict=True):
             if result == PageResult.OK:
                 stored.add(tag(page.hash))
+        self._acknowledge(transfer.tree, [p.hash for p, r in zip(transfer.pages, results, strict=True) if r == 0])
         self._settle(transfer, results)
+
+    def _acknowledge(self, tree: HiRadixTree, hashes: list[bytes]) -> None:
+        known = self._acknowledged.setdefault((tree.namespace, tree.generation), set())
+        known.update(tag(page_hash) for page_hash in hashes)
 
     def _fill_target(self, transfer: Transfer, results: list[PageResult]) -> None:
         target, slots = transfer.kind.target, transfer.target_slots
