@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import hicache
 from hicache.analytics.content import PageContent
+from hicache.analytics.pace import Pace, Show, wait_until_quiet
 from hicache.analytics.prompts import IdPages, TokenPages, Tokens
 from hicache.analytics.replay import Replay
 from hicache.analytics.result import ReplayResult
@@ -25,9 +27,6 @@ from hicache.runtime.options import PREFETCH_MODES, write_policies
 
 CLOSE_SECONDS = 120.0  # to write what is still queued at the end
 HURRIED_SECONDS = 5.0  # the same after an interrupt
-SHOW_EVERY = 64  # requests; showing progress costs more than a request
-
-Show = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +41,9 @@ class ReplayOptions:
         page_bytes: bytes of a page; 0: pages hold none.
         eviction, write_policy, prefetch: as `hicache.open` takes them.
         requests: how many to replay, or None for all.
-        speed: None for as fast as possible, else the factor to the trace's own times.
+        speed: None for as fast as the tiers keep up: each request begins when the copies and writes of those before
+            have ended, so that the same trace gives the same numbers on any machine. Else the factor to the trace's
+            own times, and what is too slow is late or shed, as in production.
         seed: part of the namespace, so another seed is other content and shares nothing.
 
     Raises:
@@ -108,9 +109,17 @@ def replay(
     first = next(requests, None)
     if first is not None:
         prompts.prompt(first)  # an unfit page size is found before anything is opened
-    pace = _Pace(trace, options, threading.Event() if stop is None else stop, progress)
     with contextlib.closing(_open(options)) as cache:
         driver = _driver(cache, options, prompts)
+        keeps_up = options.speed is None and options.page_bytes > 0
+        pace = Pace(
+            trace,
+            stop=threading.Event() if stop is None else stop,
+            speed=options.speed,
+            settle=functools.partial(wait_until_quiet, cache) if keeps_up else None,
+            requests=options.requests,
+            show=progress,
+        )
         return _run(driver, cache, pace, itertools.chain(() if first is None else (first,), requests))
 
 
@@ -144,7 +153,7 @@ def _driver(cache: hicache.EmbeddedCache, options: ReplayOptions, prompts: IdPag
     return Replay(ask, prompts=prompts, content=content, pages=cache.device)
 
 
-def _run(driver: Replay, cache: hicache.EmbeddedCache, pace: _Pace, requests: Iterable[TraceRequest]) -> ReplayResult:
+def _run(driver: Replay, cache: hicache.EmbeddedCache, pace: Pace, requests: Iterable[TraceRequest]) -> ReplayResult:
     started = time.perf_counter()
     bad_input = ""
     try:
@@ -211,40 +220,3 @@ def _warnings(statistics: hicache.CacheStatistics, report: hicache.CloseReport) 
     if refused > 0 and statistics.storage is not None:
         counts = ", ".join(f"{reason} {count}" for reason, count in statistics.storage.by_reason.items())
         yield f"storage did not take {refused} pages (results that were not ok: {counts or 'none'})"
-
-
-class _Pace:
-    """What happens before each request: progress, waiting for its time, and noticing that it is time to stop."""
-
-    def __init__(self, trace: Trace, options: ReplayOptions, stop: threading.Event, show: Show | None) -> None:
-        self.trace = trace
-        self._options = options
-        self._stop = stop
-        self._show = show
-        self._seen = 0
-        self._first: float | None = None
-        self._started = time.monotonic()
-
-    def __call__(self, request: TraceRequest) -> bool:
-        if self._show is not None and self._seen % SHOW_EVERY == 0:
-            self._show(*self._done())
-        self._seen += 1
-        if self._options.speed is not None:
-            self._wait(request.time, self._options.speed)
-        return not self._stop.is_set()
-
-    @property
-    def stopped(self) -> bool:
-        """Whether somebody asked to stop."""
-        return self._stop.is_set()
-
-    def _done(self) -> tuple[int, int]:
-        if self._options.requests is None:
-            return self.trace.bytes_read, self.trace.size
-        return self._seen, self._options.requests
-
-    def _wait(self, at: float, speed: float) -> None:
-        if self._first is None:
-            self._first = at
-        due = self._started + (at - self._first) / speed
-        self._stop.wait(max(0.0, due - time.monotonic()))

@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--requests", type=int, metavar="N", help="stop after N requests (default: the whole trace)")
     parser.add_argument(
-        "--speed", default="max", metavar="max|real|FACTOR", help="as fast as possible, as recorded, or times FACTOR"
+        "--speed", default="max", metavar="max|real|FACTOR", help="as the tiers keep up, as recorded, or times FACTOR"
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="another seed is other content (default: 0)")
     parser.add_argument("--skip-bad", action="store_true", help="count broken entries of the trace and go on")

@@ -300,16 +300,16 @@ def test_interrupt_ends_a_wait(small_trace: Path, tmp_path: Path) -> None:
 @pytest.fixture
 def interrupts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Ctrl-C comes while the second request waits for its time: as often as the test says."""
-    from hicache.analytics import run
+    from hicache.analytics.pace import Pace
 
     times: list[int] = []
 
-    def wait(pace: run._Pace, at: float, speed: float) -> None:
+    def wait(pace: Pace, at: float, speed: float) -> None:
         if at:
             for _ in range(times[0]):
                 signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(run._Pace, "_wait", wait)
+    monkeypatch.setattr(Pace, "_wait", wait)
     return times
 
 

@@ -1,14 +1,13 @@
-"""Options are checked before anything is opened, and time is kept as asked."""
+"""Options are checked before anything is opened, and what the cache finds wrong is reported."""
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hicache.analytics.run import ReplayOptions, _Pace, replay
+from hicache.analytics.run import ReplayOptions, replay
 from hicache.analytics.traces import open_trace
 from hicache.errors import ConfigError, HicacheInternalError
 from hicache.runtime.cache import EmbeddedCache
@@ -42,53 +41,6 @@ def test_what_decides_about_content_is_in_the_namespace() -> None:
     assert ReplayOptions(**base).namespace().digest in digests
 
 
-class Waits(threading.Event):
-    """An event that notes how long somebody would have waited."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.waits: list[float] = []
-
-    def wait(self, timeout: float | None = None) -> bool:
-        assert timeout is not None
-        self.waits.append(timeout)
-        return self.is_set()
-
-
-def pace(trace: Path, stop: threading.Event, show: Any = None, **options: Any) -> _Pace:
-    return _Pace(open_trace([trace]), ReplayOptions(**options), stop, show)
-
-
-def test_recorded_times_are_kept_from_the_first_request_on(small_trace: Path) -> None:
-    requests = [request for request in open_trace([small_trace]) if request.time >= 9][:2]
-    stop = Waits()
-    keep = pace(small_trace, stop, speed=2.0)
-    assert all(keep(request) for request in requests)
-    assert stop.waits[0] == 0
-    gap = (requests[1].time - requests[0].time) / 2
-    assert gap - 1 < stop.waits[1] <= gap
-
-
-def test_stop_ends_the_wait(small_trace: Path) -> None:
-    first = next(iter(open_trace([small_trace])))
-    stop = Waits()
-    keep = pace(small_trace, stop)
-    assert keep(first)
-    assert not keep.stopped
-    stop.set()
-    assert not keep(first)
-    assert keep.stopped
-    assert stop.waits == []
-
-
-def test_progress_is_of_requests_or_of_the_file(small_trace: Path) -> None:
-    first = next(iter(open_trace([small_trace])))
-    shown: list[tuple[int, int]] = []
-    pace(small_trace, Waits(), lambda *done: shown.append(done), requests=10)(first)
-    pace(small_trace, Waits(), lambda *done: shown.append(done))(first)
-    assert shown == [(0, 10), (0, small_trace.stat().st_size)]
-
-
 def test_broken_invariant_of_the_cache_is_a_problem(small_trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(cache: EmbeddedCache) -> None:
         raise HicacheInternalError("a slot is in two places")
@@ -97,3 +49,15 @@ def test_broken_invariant_of_the_cache_is_a_problem(small_trace: Path, monkeypat
     result = replay(open_trace([small_trace]), ReplayOptions(requests=2))
     assert result.problems == ("broken invariant: a slot is in two places",)
     assert result.requests == 2
+
+
+def test_same_trace_same_numbers_through_all_tiers(small_trace: Path) -> None:
+    options = ReplayOptions(requests=300, device_pages=300, host_pages=400, page_bytes=512, storage="memory://")
+    first, second = (replay(open_trace([small_trace]), options).document() for _ in range(2))
+    for changing in ("seconds", "requests_per_second"):
+        first.pop(changing)
+        second.pop(changing)
+    assert first == second
+    assert first["pages_storage"] > 0
+    assert first["pages_wrong"] == 0
+    assert not first["shed_by_reason"]
