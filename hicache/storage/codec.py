@@ -237,13 +237,18 @@ def header_length(prefix: BytesLike) -> int:
     return _frame(_copy(prefix, PREFIX_SIZE))
 
 
-def decode_header(data: BytesLike) -> Header:
+def decode_header(data: BytesLike, *, likely: ObjectKey | None = None) -> Header:
     """Read a header; bytes behind it (padding, payload) are ignored.
+
+    Args:
+        data: the header.
+        likely: the key that the object is probably of. Where it is, the header gets this very key, which spares
+            making and checking an equal one: about half of the time that decoding takes.
 
     Raises:
         HeaderError: it is damaged, of a newer version, or not ours.
     """
-    return _decode(_copy(data, MAX_HEADER))
+    return _decode(_copy(data, MAX_HEADER), likely)
 
 
 def verify(key: ObjectKey, header: BytesLike, payload: BytesLike) -> Verdict:
@@ -259,10 +264,10 @@ def verify(key: ObjectKey, header: BytesLike, payload: BytesLike) -> Verdict:
             the header says is CORRUPT ("payload_length"): compare a buffer that a caller brought first.
     """
     try:
-        found = decode_header(header)
+        found = decode_header(header, likely=key)
     except HeaderError as error:
         return Verdict(error.kind, error.reason)
-    if found.key != key:
+    if found.key is not key and found.key != key:
         return Verdict(VerdictKind.FOREIGN, "identity", found)
     if found.codec_id != RAW:
         return Verdict(VerdictKind.NEWER, "codec", found)
@@ -310,7 +315,7 @@ def _checksum_holds(data: bytes, length: int) -> bool:
     return bool(stored == xxhash.xxh3_64_intdigest(memoryview(data)[:end]))
 
 
-def _decode(data: bytes) -> Header:
+def _decode(data: bytes, likely: ObjectKey | None) -> Header:
     try:
         length = _frame(data)
     except HeaderError as error:
@@ -322,7 +327,7 @@ def _decode(data: bytes) -> Header:
     if not _checksum_holds(data, length):
         raise _corrupt("header_checksum")
     try:
-        return _fields(data, length)
+        return _fields(data, length, likely)
     except (struct.error, InvalidInput, UnicodeDecodeError) as error:
         if isinstance(error, HeaderError):
             raise
@@ -337,7 +342,7 @@ def _doubt_newer(data: bytes) -> None:
         raise _corrupt("header_checksum")
 
 
-def _fields(data: bytes, length: int) -> Header:
+def _fields(data: bytes, length: int, likely: ObjectKey | None) -> Header:
     (
         _,
         _,
@@ -370,8 +375,27 @@ def _fields(data: bytes, length: int) -> Header:
         parts.append(data[at : at + size])
         at += size
     page_hash, parent_hash, extras, tokens = parts
-    shard = Shard(geometry.decode("ascii"), (start, end), head_group if flags & _HAS_HEAD_GROUP else None)
-    key = ObjectKey(namespace, generation, page_hash, shard)
+    where = (geometry.decode("ascii"), (start, end), head_group if flags & _HAS_HEAD_GROUP else None)
+    if likely is not None and _names(likely, namespace, generation, page_hash, where):
+        key = likely
+    else:
+        key = ObjectKey(namespace, generation, page_hash, Shard(*where))
     parent = parent_hash if flags & _HAS_PARENT else None
     _check_fields(key, parent, depth, tokens, extras, codec_id, decoded, payload_length)
     return Header(key, parent, depth, tokens, extras, codec_id, decoded, payload_length, checksum, length)
+
+
+def _names(
+    key: ObjectKey,
+    namespace: bytes,
+    generation: int,
+    page_hash: bytes,
+    where: tuple[str, tuple[int, int], int | None],
+) -> bool:
+    shard = key.shard
+    return (
+        key.page_hash == page_hash
+        and key.namespace == namespace
+        and key.generation == generation
+        and (shard.geometry, shard.layers, shard.head_group) == where
+    )

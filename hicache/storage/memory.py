@@ -170,7 +170,7 @@ class MemoryBackend(StorageBackend):
         if entry is None:
             return self._not_ok(ObjectStatus.MISSING, "absent")
         if entry.payload.nbytes != buffer.nbytes:
-            verdict = codec.verify(key, entry.header, memoryview(entry.payload))
+            verdict = codec.verify(key, entry.header, entry.payload.data)
             return self._not_ok(ObjectStatus.FAILED, "size") if verdict.ok else self._disbelieve(key, entry, verdict)
         np.copyto(np.asarray(buffer), entry.payload)
         verdict = codec.verify(key, entry.header, buffer)
@@ -200,7 +200,7 @@ class MemoryBackend(StorageBackend):
         if late:
             return self._not_ok(ObjectStatus.FAILED, "cleared")
         try:
-            header = codec.decode_header(stored.header)
+            header = codec.decode_header(stored.header, likely=stored.key)
         except codec.HeaderError as error:
             return self._not_ok(ObjectStatus.FAILED, f"header:{error.reason}")
         if header.key != stored.key or header.payload_length != stored.payload.nbytes:

@@ -322,7 +322,7 @@ class FileBackend(StorageBackend):
 def _check(stored: StoredObject) -> tuple[int, str]:
     """Depth of the object, and why its header cannot be stored."""
     try:
-        header = codec.decode_header(stored.header)
+        header = codec.decode_header(stored.header, likely=stored.key)
     except codec.HeaderError as error:
         return 0, f"header:{error.reason}"
     if (

@@ -220,7 +220,7 @@ def _judge(key: ObjectKey, header: memoryview, payload: memoryview) -> Verdict:
 def _judge_header(key: ObjectKey, header: memoryview, size: int) -> Verdict:
     """As `codec.verify`, without the payload but with the file's size."""
     try:
-        found = codec.decode_header(header)
+        found = codec.decode_header(header, likely=key)
     except codec.HeaderError as error:
         if error.reason == "magic" and _ours_but_for_magic(key, header):
             return Verdict(VerdictKind.CORRUPT, "magic")

@@ -7,7 +7,7 @@ import errno
 import stat
 
 from hicache.storage.base import ObjectKey, ObjectResult, ObjectStatus
-from hicache.storage.codec import Verdict, VerdictKind
+from hicache.storage.codec import VerdictKind
 
 from .names import Place
 from .parts import Parts
@@ -61,23 +61,23 @@ class Reader:
 
     def _read(self, fd: int, place: Place, key: ObjectKey, buffer: memoryview, bucket: int) -> ObjectResult:
         verdict = self._files.read(fd, key, buffer)
-        ours = verdict.kind in (VerdictKind.OK, VerdictKind.CORRUPT)
-        if ours and verdict.header is not None and verdict.header.payload_length != buffer.nbytes:
-            return ObjectResult(ObjectStatus.FAILED, "size")
-        if verdict.ok:
-            self._used(fd, place, verdict, bucket)
-        elif ours:
-            self._removal.withdraw(place, self._fs.fstat(fd))
-        else:
+        kind, header = verdict.kind, verdict.header
+        if kind is VerdictKind.FOREIGN or kind is VerdictKind.NEWER:
             self._removal.disown(place)
+        elif header is not None and header.payload_length != buffer.nbytes:
+            return ObjectResult(ObjectStatus.FAILED, "size")
+        elif kind is VerdictKind.OK and header is not None:
+            self._used(fd, place, header.depth, bucket)
+        else:
+            self._removal.withdraw(place, self._fs.fstat(fd))
         return ObjectResult.of(verdict)
 
-    def _used(self, fd: int, place: Place, verdict: Verdict, bucket: int) -> None:
+    def _used(self, fd: int, place: Place, depth: int, bucket: int) -> None:
         stamp = self._space.use(place.id, bucket)
-        if stamp is None and verdict.header is not None:
+        if stamp is None:
             info = self._fs.fstat(fd)
             if info.st_nlink:
-                self._space.adopt(place.id, size=info.st_size, depth=verdict.header.depth, bucket=bucket)
+                self._space.adopt(place.id, size=info.st_size, depth=depth, bucket=bucket)
             stamp = True
         if stamp:
             self._stamp(fd)
