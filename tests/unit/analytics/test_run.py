@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from hicache.analytics import run
 from hicache.analytics.run import ReplayOptions, replay
 from hicache.analytics.traces import open_trace
 from hicache.errors import ConfigError, HicacheInternalError
@@ -61,3 +62,19 @@ def test_same_trace_same_numbers_through_all_tiers(small_trace: Path) -> None:
     assert first["pages_storage"] > 0
     assert first["pages_wrong"] == 0
     assert not first["shed_by_reason"]
+
+
+@pytest.mark.parametrize(("page_bytes", "speed", "waits"), [(512, None, 3), (512, 1e9, 0), (0, None, 0)])
+def test_full_speed_with_bytes_waits_for_the_tiers(
+    small_trace: Path, monkeypatch: pytest.MonkeyPatch, page_bytes: int, speed: float | None, waits: int
+) -> None:
+    waited: list[float] = []
+
+    def wait(cache: EmbeddedCache, seconds: float) -> bool:
+        waited.append(seconds)
+        return True
+
+    monkeypatch.setattr(run, "wait_until_quiet", wait)
+    options = ReplayOptions(requests=3, device_pages=100, host_pages=100, page_bytes=page_bytes, speed=speed)
+    assert replay(open_trace([small_trace]), options).requests == 3
+    assert len(waited) == waits
