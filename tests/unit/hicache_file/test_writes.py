@@ -20,6 +20,7 @@ from hicache.testing.faults import interpose
 from hicache.testing.gates import Gate
 from hicache.testing.storage import in_threads, make_chain, make_key, make_object, pattern, read, status_of
 from hicache_file import FileBackend, FileSystem
+from hicache_file.space import Ticket
 
 Open = Callable[..., FileBackend]
 PathOf = Callable[[FileBackend, ObjectKey], Path]
@@ -95,24 +96,50 @@ def test_sixteen_threads_put_one_key_two_hundred_times_with_one_write_each(
 
 
 @pytest.mark.case("RACE-6", "FAIL-6")
-def test_waiting_writers_share_the_failure_too(backend: FileBackend, script: Script) -> None:
-    gate = Gate()
+@pytest.mark.parametrize("fails", [True, False])
+def test_who_waits_for_a_write_has_its_outcome(
+    backend: FileBackend, script: Script, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    gate, waiting = Gate(), Gate(opened=True)
+    wait = Ticket.wait
+
+    def noted_wait(self: Ticket, timeout: float) -> bool:
+        waiting.enter()
+        return wait(self, timeout)
+
+    monkeypatch.setattr(Ticket, "wait", noted_wait)
     stored = make_object(make_key(1), pattern(1, SIZE))
     script.armed["open"] = [gate]
-    script.armed["pwritev"] = [OSError(errno.EIO, "broken")]
+    script.armed["pwritev"] = [OSError(errno.EIO, "broken")] if fails else []
+    script.calls.clear()
     results: list[ObjectResult] = []
     threads = [threading.Thread(target=lambda: results.extend(backend.put([stored]))) for _ in range(4)]
     for thread in threads:
         thread.start()
-    gate.until_arrived()
+    gate.until_arrived(1)
+    waiting.until_arrived(3)
     gate.open()
     for thread in threads:
         thread.join(30)
-    assert len(results) == 4
-    # Who came while the write was going on has its outcome; who came later wrote anew.
-    assert all(result.status is OK or result.reason == "eio" for result in results)
-    assert any(result.reason == "eio" for result in results)
+    assert results == [ObjectResult(ObjectStatus.FAILED, "eio") if fails else ObjectResult(OK)] * 4
+    assert script.calls.count("pwritev") == 1
     assert status_of(backend.put([stored])) == [OK]
+
+
+def test_a_writer_that_waits_too_long_gives_up(
+    backend: FileBackend, script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate()
+    stored = make_object(make_key(1), pattern(1, SIZE))
+    script.armed["rename"] = [gate]
+    first = threading.Thread(target=lambda: backend.put([stored]))
+    first.start()
+    gate.until_arrived()
+    monkeypatch.setattr("hicache_file.backend.CLAIM_WAIT", 0.0)
+    assert backend.put([stored]) == [ObjectResult(ObjectStatus.FAILED, "busy")]
+    gate.open()
+    first.join(30)
+    assert backend.contains([stored.key]) == [True]
 
 
 @pytest.mark.case("RACE-2")
@@ -231,6 +258,7 @@ CRASHES = """
     from hicache.testing.faults import interpose
     from hicache.testing.storage import make_chain
     from hicache_file import FileBackend, FileSystem
+from hicache_file.space import Ticket
 
     root, points = sys.argv[1], [int(p) for p in sys.argv[2].split(",")]
     SIZE = 20_000
