@@ -81,7 +81,7 @@ class TransferLog:
     @staticmethod
     def join(lease: Lease, transfer: Transfer) -> None:
         """The lease waits for the transfer."""
-        transfer.interest.add(lease)
+        transfer.interest[lease] = None
         lease.waiting.add(transfer.id)
 
     def join_fillers(self, lease: Lease, tier: int, slots: Slots) -> None:
@@ -281,7 +281,7 @@ class TransferLog:
             transfer = self.open.get(number)
             if transfer is None:
                 continue  # an earlier cancel of this loop has ended it
-            transfer.interest.discard(lease)
+            transfer.interest.pop(lease, None)
             if not transfer.interest and transfer.kind in (TransferKind.FETCH, TransferKind.LOAD):
                 self.cancel(transfer)
         lease.waiting.clear()

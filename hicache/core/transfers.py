@@ -94,7 +94,7 @@ class Transfer:
         prompt: for a TOUCH, the prompt whose pages it touches.
         completed: its I/O has ended.
         cancelled: nobody wants it any more. If it has not begun it may be completed as FAILED without any I/O.
-        interest: leases that wait for it.
+        interest: leases that wait for it, in order; a dict, so that every run does the same in the same order.
         pins: its pin sets.
     """
 
@@ -139,7 +139,7 @@ class Transfer:
         self.prompt = prompt
         self.completed = False
         self.cancelled = False
-        self.interest: set[Lease] = set()
+        self.interest: dict[Lease, None] = {}
         self.pins = pins
 
     def __repr__(self) -> str:
