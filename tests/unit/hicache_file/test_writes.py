@@ -258,7 +258,6 @@ CRASHES = """
     from hicache.testing.faults import interpose
     from hicache.testing.storage import make_chain
     from hicache_file import FileBackend, FileSystem
-from hicache_file.space import Ticket
 
     root, points = sys.argv[1], [int(p) for p in sys.argv[2].split(",")]
     SIZE = 20_000
