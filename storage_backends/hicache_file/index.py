@@ -39,7 +39,7 @@ class _Bucket:
 class Index:
     """Ids of stored objects with size, depth and recency. Not thread-safe: its owner holds a lock.
 
-    An object costs about 220 bytes: one packed integer (bucket, depth, size) in a dict, and a place in its bucket.
+    An object costs about 170 bytes: one packed integer (bucket, depth, size) in a dict, and a place in its bucket.
     """
 
     def __init__(self) -> None:
