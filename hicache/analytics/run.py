@@ -155,9 +155,9 @@ def _driver(cache: hicache.EmbeddedCache, options: ReplayOptions, prompts: IdPag
 
 def _run(driver: Replay, cache: hicache.EmbeddedCache, pace: Pace, requests: Iterable[TraceRequest]) -> ReplayResult:
     started = time.perf_counter()
-    bad_input = ""
+    ended, bad_input = False, ""
     try:
-        driver.run(requests, before=pace)
+        ended = driver.run(requests, before=pace)
     except InvalidInput as error:
         bad_input = str(error)  # what was reached so far is not lost
     problems = [] if pace.stopped else _broken(cache)
@@ -171,7 +171,7 @@ def _run(driver: Replay, cache: hicache.EmbeddedCache, pace: Pace, requests: Ite
         bytes_from_storage=statistics.bytes_from_storage,
         shed_by_reason=dict(statistics.shed_by_reason),
         entries_skipped=pace.trace.skipped,
-        interrupted=pace.stopped,
+        interrupted=pace.stopped and not ended,
         bad_input=bad_input or _refusal(statistics),
         seconds=seconds,
         problems=(*problems, *_problems(statistics)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -78,3 +79,19 @@ def test_full_speed_with_bytes_waits_for_the_tiers(
     options = ReplayOptions(requests=3, device_pages=100, host_pages=100, page_bytes=page_bytes, speed=speed)
     assert replay(open_trace([small_trace]), options).requests == 3
     assert len(waited) == waits
+
+
+def test_stop_after_the_end_is_no_interrupt(small_trace: Path) -> None:
+    stop = threading.Event()
+    whole = replay(open_trace([small_trace]), ReplayOptions(requests=2), stop=stop, progress=lambda *_: None)
+    assert not whole.interrupted
+
+    def stop_at_the_end(cache: EmbeddedCache) -> None:
+        stop.set()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EmbeddedCache, "check", stop_at_the_end)
+        whole = replay(open_trace([small_trace]), ReplayOptions(requests=2), stop=stop)
+    assert stop.is_set()
+    assert not whole.interrupted
+    assert replay(open_trace([small_trace]), ReplayOptions(requests=2), stop=stop).interrupted
