@@ -199,6 +199,17 @@ def test_flush_gives_up_at_its_deadline() -> None:
         assert cache.flush()
 
 
+def test_flush_goes_over_all_again_until_nothing_is_left() -> None:
+    storage = MemoryBackend()
+    bound = hicache.Bound(bytes=2**20, requests=10)  # so that few pages are begun in one step
+    with _open(storage=storage, write_policy="write_back", write_bound=bound) as cache:
+        engine = FakeEngine(cache)
+        for seed in range(4):
+            engine.run(prompt(seed, 41))
+            assert cache.flush()
+            assert storage.statistics().objects == (seed + 1) * 40
+
+
 def test_flush_does_not_try_for_ever_where_storage_takes_nothing() -> None:
     storage = FaultyStorage(MemoryBackend())
     storage.always("put", fail(OSError("full")))

@@ -381,6 +381,23 @@ def test_what_came_in_time_is_used_and_the_rest_is_late() -> None:
         assert FakeEngine(cache).run(tokens).device == 4
 
 
+def test_an_answer_that_comes_after_the_deadline_starts_nothing() -> None:
+    inner = MemoryBackend()
+    tokens = prompt(1, 41)
+    _fill(inner, tokens)
+    storage, gate = FaultyStorage(inner), Gate()
+    with _open(storage) as cache:
+        storage.script("contains", delay(gate))
+        with cache.request(tokens, deadline=0.0) as request:
+            gate.until_arrived()
+            assert len(request.load()) == 0
+            gate.open()
+            _wait(lambda: cache.statistics().reads.running == 0)  # type: ignore[union-attr]
+            assert cache.statistics().core.transfers == 0
+            assert request.match == hicache.Match()
+        assert storage.count("get_into") == 0
+
+
 @pytest.mark.parametrize(("mode", "usable"), [("best_effort", 0), ("timeout", 0), ("wait_complete", 10)])
 def test_each_mode_waits_as_long_as_it_says(mode: str, usable: int) -> None:
     inner = MemoryBackend()
