@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Iterable
 from types import TracebackType
 
@@ -39,6 +40,7 @@ class EmbeddedCache:
         namespace: the model as served.
         page_size: tokens a page.
         device, host: the pools; `host` is None without a host tier.
+        warnings: what works with these settings but will cost, in words.
         parts: the machinery behind it; for requests and for tests.
     """
 
@@ -48,6 +50,7 @@ class EmbeddedCache:
         self.page_size = parts.namespace.page_size
         self.device: DevicePool = parts.pools.device
         self.host: HostPool | None = parts.pools.host
+        self.warnings = parts.warnings
         self._reducer = parts.reducer
         self._core = parts.core
         self._loader = parts.loader
@@ -60,11 +63,11 @@ class EmbeddedCache:
         self._past: dict[Lease, int] = {}  # of these, those that go past the cache, and the pages they ask for
         self._bypass_tree: HiRadixTree | None = None
         self._refusal: str | None = None
-        self._report: CloseReport | None = None
         self._closing = threading.Lock()
         self._base = parts.scopes.open()
-        threaded = self._stores or not parts.pools.copies.inline
+        threaded = parts.options.background and (self._stores or not parts.pools.copies.inline)
         self._pump = Pump(parts.reducer) if threaded else None
+        self._report: CloseReport | None = None  # last: a cache that failed before has nothing to close
         watch(self)
 
     @property
@@ -130,6 +133,7 @@ class EmbeddedCache:
             prompt = Prompt(whole, self._width, scope.hasher)
             self.prepare(prompt)
             with reducer.lock:
+                self.check_open()  # again: from here on closing would find the lease
                 if not reducer.idle:
                     reducer.settle()
                 assert scope.tree is not None
@@ -281,7 +285,8 @@ class EmbeddedCache:
                 self._release(lease, aborted=True)
             reducer.settle()
             reducer.changed.notify_all()
-        complete = drain(self.parts, end=end)
+        # Without storage nothing outlives this process, so there is nothing worth writing down.
+        complete = drain(self.parts, end=end) if self._stores else True
         with reducer.lock:
             reducer.closed = _CLOSED
             reducer.changed.notify_all()
@@ -322,6 +327,10 @@ class EmbeddedCache:
         """This is a forked child."""
         self._refusal = _FORKED
 
+    def __del__(self) -> None:
+        if getattr(self, "_report", True) is None and self._refusal is None:
+            warnings.warn("a cache was never closed: its threads go on", ResourceWarning, stacklevel=1)
+
     def __enter__(self) -> EmbeddedCache:
         return self
 
@@ -355,6 +364,7 @@ class EmbeddedCache:
         reducer = self._reducer
         hasher = self._base.hasher
         with reducer.lock:
+            self.check_open()
             if not reducer.idle:
                 reducer.settle()
             if self._bypass_tree is None:

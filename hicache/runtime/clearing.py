@@ -20,7 +20,7 @@ def clear_memory(parts: Parts, scope: Scope, pump: Pump | None) -> int:
         reducer.notify()
     if pump is not None:
         pump.ring()
-    else:
+    elif parts.options.background:
         while reducer.sweeping:
             reducer.sweep()
     return generation

@@ -10,7 +10,7 @@ from hicache.clock import Clock, MonotonicClock
 from hicache.core.cache import Core
 from hicache.core.config import CoreConfig
 from hicache.core.identity import Namespace
-from hicache.core.partition import plan_shards
+from hicache.core.partition import ShardPlan, plan_shards
 from hicache.core.symbols import EXTRAS_SIZE, TOKEN_SIZE
 from hicache.errors import ConfigError, NamespaceError
 from hicache.memory.base import HostPool
@@ -145,9 +145,12 @@ def _wire(
     reducer = Reducer(core, wait=waiter(clock), publish=publisher.publish, flushes=flushes)
     width = TOKEN_SIZE * namespace.page_size + (EXTRAS_SIZE if options.extras else 0)
     storage = None
+    warnings: tuple[str, ...] = ()
     if backend is not None:
         assert pools.host is not None
-        storage = _storage_io(namespace, options, pools.host, backend, clock)
+        plan = plan_shards(namespace.geometry, namespace.page_size)
+        warnings = plan.warnings
+        storage = _storage_io(plan, options, pools.host, backend, clock)
         undo.callback(storage.close, lambda thread: thread.join(1.0))
     scopes = Scopes(namespace, reducer=reducer, backend=backend, storage=storage, clock=clock, width=width)
     if storage is not None:
@@ -175,15 +178,13 @@ def _wire(
         loader=loader,
         publisher=publisher,
         width=width,
+        warnings=warnings,
     )
     return EmbeddedCache(parts)
 
 
-def _storage_io(
-    namespace: Namespace, options: Options, host: HostPool, backend: StorageBackend, clock: Clock
-) -> StorageIO:
-    plan = plan_shards(namespace.geometry, namespace.page_size)
-    token_bytes = TOKEN_SIZE * namespace.page_size
+def _storage_io(plan: ShardPlan, options: Options, host: HostPool, backend: StorageBackend, clock: Clock) -> StorageIO:
+    token_bytes = TOKEN_SIZE * plan.page_size
     return StorageIO(
         backend,
         objects=PageObjects(backend, buffer=host.buffer, plan=plan, token_bytes=token_bytes),

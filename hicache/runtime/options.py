@@ -66,6 +66,8 @@ class Options:
         reserve: share of a tier's pages kept free or clean where a policy writes on eviction.
         stub_pages: pages known only to be in storage that are remembered.
         ghost_pages: hashes of pages gone that are remembered, for miss reasons.
+        background: whether threads do the storage work, and apply what has ended while no caller comes by. False is
+            for tests that decide what happens when: then only `EmbeddedCache.parts` does any of it, when it is told.
     """
 
     eviction: str = "lru"
@@ -88,6 +90,7 @@ class Options:
     reserve: float = 1 / 16
     stub_pages: int = 262_144
     ghost_pages: int = 65_536
+    background: bool = True
 
     def __post_init__(self) -> None:
         if self.prefetch not in PREFETCH_MODES:

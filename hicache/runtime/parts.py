@@ -37,6 +37,7 @@ class Parts:
         loader: prefetches and loads.
         publisher: hands events out.
         width: bytes of a page's symbol.
+        warnings: what works with these settings but will cost, in words.
     """
 
     namespace: Namespace
@@ -53,3 +54,4 @@ class Parts:
     loader: Loader
     publisher: Publisher
     width: int
+    warnings: tuple[str, ...] = ()

@@ -53,7 +53,9 @@ def make_pools(
         if owns_device:
             device_pool.close()
         raise
-    copies = ThreadCopyEngine(device_pool, host_pool, threads=options.copy_threads)
+    copies = device_pool.copy_engine(host_pool)
+    if copies is None:
+        copies = ThreadCopyEngine(device_pool, host_pool, threads=options.copy_threads)
     return Pools(device_pool, owns_device, host_pool, copies)
 
 

@@ -101,6 +101,13 @@ class BoundedQueue:
             self._running += 1
             return self._jobs.popleft()
 
+    def carry_out(self, job: Job) -> None:
+        """Do the work of a job that was taken. If it raises, that job alone fails."""
+        failed = not _attempt(job.work)
+        if failed:
+            _attempt(job.fail)
+        self.ended(job, failed=failed)
+
     def ended(self, job: Job, *, failed: bool = False) -> None:
         """Give back a job's share of the bound."""
         with self._changed:
@@ -148,10 +155,7 @@ class Workers:
 
     def _loop(self) -> None:
         while (job := self._queue.take()) is not None:
-            failed = not _attempt(job.work)
-            if failed:
-                _attempt(job.fail)
-            self._queue.ended(job, failed=failed)
+            self._queue.carry_out(job)
 
     def join(self, wait: Callable[[threading.Thread], None]) -> int:
         """Wait for the threads after the queue's `close`; `wait` bounds each. Returns how many still run."""

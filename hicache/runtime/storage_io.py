@@ -80,9 +80,10 @@ class StorageIO:
         self._manifest_lock = threading.Lock()
         self.reads = BoundedQueue(options.read_bound)
         self.writes = BoundedQueue(options.write_bound)
+        background = options.background
         self._workers = (
-            Workers("read", self.reads, threads=options.read_threads),
-            Workers("write", self.writes, threads=options.write_threads),
+            Workers("read", self.reads, threads=options.read_threads if background else 0),
+            Workers("write", self.writes, threads=options.write_threads if background else 0),
         )
 
     def fetch(self, transfer: Transfer, done: Done) -> bool:

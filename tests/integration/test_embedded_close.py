@@ -359,6 +359,22 @@ def test_a_namespace_must_be_one() -> None:
         hicache.open("model", device=1)  # type: ignore[arg-type]
 
 
+def test_a_cache_that_is_forgotten_says_so() -> None:
+    def forget() -> None:
+        hicache.open(small_namespace(), device=4, bytes=False)
+        gc.collect()
+
+    with pytest.warns(ResourceWarning, match="never closed"):
+        forget()
+
+
+def test_what_will_cost_is_said_in_words() -> None:
+    with _open(storage=MemoryBackend()) as cache:
+        assert any("small" in warning for warning in cache.warnings)
+    with _open() as cache:
+        assert cache.warnings == ()
+
+
 # ---- forks
 
 
