@@ -21,7 +21,7 @@ from hicache.core.prompt import Hasher, Prompt
 from hicache.core.reasons import RequestCounts, count
 from hicache.core.registry import DEVICE, HOST, Registry
 from hicache.core.residency import FREE, NO_SLOTS, PRIVATE, RESIDENT, Slots
-from hicache.core.room import SWEEP_PAGES, Room
+from hicache.core.room import SWEEP_PAGES, Grave, Room
 from hicache.core.statistics import CoreStatistics, snapshot
 from hicache.core.transferlog import TransferLog
 from hicache.core.transfers import Lease, Transfer, TransferKind
@@ -32,7 +32,7 @@ from hicache.events import Cleared, Event
 from hicache.records import Match, PageResult
 
 if TYPE_CHECKING:
-    from hicache.core.node import Path
+    from hicache.core.node import Node, Path
 
 
 class Core:
@@ -354,6 +354,33 @@ class Core:
     def available(self, tier: int) -> int:
         """Slots of an owned tier that could be taken now."""
         return self._room.available(tier)
+
+    # ---- for checkpoints
+
+    @property
+    def graves(self) -> list[Grave]:
+        """Cleared trees that are not swept yet."""
+        return self._room.graves
+
+    @property
+    def draining(self) -> list[Node] | None:
+        """Nodes whose subtrees `drain` has still to visit."""
+        return self._writer.draining
+
+    def waiting(self, tier: int) -> dict[int, Transfer]:
+        """Finished transfers by the slot that they wait for."""
+        return self._copies.waiting_transfers(tier)
+
+    def restore(
+        self, *, trees: list[HiRadixTree], leases: list[Lease], graves: list[Grave], draining: list[Node] | None
+    ) -> None:
+        """Take over what a checkpoint held."""
+        self._trees = {tree.namespace: tree for tree in trees}
+        self._leases = set(leases)
+        self._room.graves = graves
+        self._writer.draining = draining
+
+    # ---- looking after it
 
     def statistics(self) -> CoreStatistics:
         """A snapshot."""

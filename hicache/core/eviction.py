@@ -71,6 +71,11 @@ def policy_named(name: str) -> Policy:
     return policy
 
 
+def as_key(plain: Any) -> Any:
+    """A policy's key back from plain values: sequences are tuples."""
+    return tuple(plain) if isinstance(plain, list) else plain
+
+
 class Candidates:
     """The leaves of one tier that could give up pages, the clean apart from the dirty.
 
@@ -159,6 +164,18 @@ class Candidates:
             heapq.heappop(self._heaps[is_dirty])
             node.filed[self.tier] = 0
         return node
+
+    def entries(self) -> list[list[tuple[Any, int, int]]]:
+        """The valid entries of both heaps as (key, number, node id). For checkpoints."""
+        tier = self.tier
+        return [[(key, n, node.id) for key, n, node in heap if node.filed[tier] == n] for heap in self._heaps]
+
+    def restore(self, entries: list[list[tuple[Any, int, int]]], node: Callable[[int], Node]) -> None:
+        """Put back what `entries` gave."""
+        for heap, rows in zip(self._heaps, entries, strict=True):
+            heap[:] = [(as_key(key), number, node(identity)) for key, number, identity in rows]
+            heapq.heapify(heap)
+            self._number = max(self._number, max((row[1] for row in rows), default=0))
 
     def __len__(self) -> int:
         """Entries in both heaps, stale ones included."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from typing import TYPE_CHECKING, Any
 
-from hicache.core.eviction import Candidates, heated, policy_named
+from hicache.core.eviction import Candidates, as_key, heated, policy_named
 from hicache.core.ghosts import Ghosts
 from hicache.core.residency import SlotTable
 from hicache.records import Tier
@@ -27,6 +27,7 @@ class Registry:
         tables: slot tables of DEVICE and HOST.
         candidates: candidates for eviction of DEVICE and HOST.
         nodes: nodes by id; None where an id is free.
+        free_ids: ids to be given again, the last one first.
         ghosts: pages gone, and why.
         tick: the core's own clock: it counts uses, not time.
         events: residency events since they were last taken.
@@ -36,7 +37,6 @@ class Registry:
     """
 
     __slots__ = (
-        "_free_ids",
         "_keep_heat",
         "_stub_heap",
         "_stub_number",
@@ -45,6 +45,7 @@ class Registry:
         "dropped_dirty",
         "events",
         "evicted",
+        "free_ids",
         "ghosts",
         "living",
         "nodes",
@@ -63,7 +64,7 @@ class Registry:
             Candidates(self.tables[HOST], self.policy, lambda node: node.believed),
         )
         self.nodes: list[Node | None] = []
-        self._free_ids: list[int] = []
+        self.free_ids: list[int] = []
         self.ghosts = Ghosts(config.ghost_pages)
         self.tick = 0
         self.events: list[Event] = []
@@ -78,8 +79,8 @@ class Registry:
     def enter(self, node: Node) -> None:
         """Give the node an id."""
         self.living += 1
-        if self._free_ids:
-            node.id = self._free_ids.pop()
+        if self.free_ids:
+            node.id = self.free_ids.pop()
             self.nodes[node.id] = node
         else:
             node.id = len(self.nodes)
@@ -91,7 +92,7 @@ class Registry:
         self.living -= 1
         node.filed[DEVICE] = node.filed[HOST] = 0
         self.nodes[node.id] = None
-        self._free_ids.append(node.id)
+        self.free_ids.append(node.id)
 
     def node(self, number: int) -> Node:
         """The node with that id; it must exist."""
@@ -142,6 +143,16 @@ class Registry:
                 continue
             return node
         return None
+
+    def stub_entries(self) -> list[tuple[Any, int, int]]:
+        """The heap's entries that still mean something, as (key, number, node id). For checkpoints."""
+        return [(key, number, node.id) for key, number, node in self._stub_heap if node.alive]
+
+    def restore_stubs(self, entries: list[tuple[Any, int, int]]) -> None:
+        """Put back what `stub_entries` gave."""
+        self._stub_heap = [(as_key(key), number, self.node(node)) for key, number, node in entries]
+        heapq.heapify(self._stub_heap)
+        self._stub_number = max((entry[1] for entry in entries), default=0)
 
     def _file_stub(self, node: Node) -> None:
         heap = self._stub_heap

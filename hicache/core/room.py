@@ -40,19 +40,23 @@ class Grave:
 
 
 class Room:
-    """Takes slots for transfers and requests. Not thread-safe."""
+    """Takes slots for transfers and requests. Not thread-safe.
 
-    __slots__ = ("_copies", "_graves", "_registry")
+    Attributes:
+        graves: cleared trees that are not swept yet.
+    """
+
+    __slots__ = ("_copies", "_registry", "graves")
 
     def __init__(self, copies: Copies) -> None:
         self._copies = copies
         self._registry: Registry = copies.registry
-        self._graves: list[Grave] = []
+        self.graves: list[Grave] = []
 
     def available(self, tier: int) -> int:
         """Slots that could be taken now: free, evictable, or cleared and unpinned. O(1)."""
         table = self._registry.tables[tier]
-        loose = sum(grave.loose(tier) for grave in self._graves)
+        loose = sum(grave.loose(tier) for grave in self.graves)
         return table.counts[FREE] + table.evictable + loose
 
     def take(self, tier: int, pages: int, *, older_than: object = None) -> Slots:
@@ -64,7 +68,7 @@ class Room:
         table = self._registry.tables[tier]
         free = table.counts[FREE]
         if free < pages and not table.growing:
-            while self._graves and table.counts[FREE] < pages:
+            while self.graves and table.counts[FREE] < pages:
                 self.sweep(SWEEP_PAGES)
             if table.counts[FREE] < pages:
                 self._copies.evict(tier, pages - table.counts[FREE], older_than=older_than)
@@ -77,19 +81,19 @@ class Room:
             table = self._registry.tables[tier]
             table.bury(filling=tree.filling[tier], resident=tree.resident[tier], pinned=tree.pinned[tier])
             tree.pinned[tier] += tree.filling[tier]  # every FILLING page is pinned
-        self._graves.append(Grave(tree, self._registry.config.ghost_pages))
+        self.graves.append(Grave(tree, self._registry.config.ghost_pages))
 
     def sweep(self, pages: int) -> int:
         """Free cleared slots, about `pages` of them. Returns how many are left."""
-        while self._graves and pages > 0:
-            grave = self._graves[0]
+        while self.graves and pages > 0:
+            grave = self.graves[0]
             if not grave.todo:
-                self._graves.pop(0)
+                self.graves.pop(0)
                 continue
             pages -= max(1, self._sweep_node(grave, grave.todo.pop()))
-        while self._graves and not self._graves[0].todo:
-            self._graves.pop(0)
-        return sum(grave.left() for grave in self._graves)
+        while self.graves and not self.graves[0].todo:
+            self.graves.pop(0)
+        return sum(grave.left() for grave in self.graves)
 
     def _sweep_node(self, grave: Grave, node: Node) -> int:
         tree = grave.tree
@@ -108,8 +112,3 @@ class Room:
             tree.filling[tier] -= len(slots) - node.resident[tier]
         self._registry.leave(node)
         return node.pages
-
-    @property
-    def graves(self) -> list[Grave]:
-        """Cleared trees that are not swept yet. For the invariants' checker."""
-        return self._graves

@@ -28,10 +28,11 @@ class TransferLog:
         open: transfers whose I/O runs, or that wait for the visibility of their pages, by id.
         actions: transfers to be executed, first in first out; the runtime takes them away.
         finished: transfers that have ended since the runtime last cleared this list.
+        number: id of the last transfer begun.
         pages: pages completed, by (kind, whether they were good).
     """
 
-    __slots__ = ("_number", "actions", "copies", "finished", "open", "pages")
+    __slots__ = ("actions", "copies", "finished", "number", "open", "pages")
 
     def __init__(self, copies: Copies) -> None:
         self.copies = copies
@@ -39,7 +40,7 @@ class TransferLog:
         self.actions: deque[Transfer] = deque()
         self.finished: list[Transfer] = []
         self.pages: Counter[tuple[TransferKind, bool]] = Counter()
-        self._number = 0
+        self.number = 0
 
     def begin(
         self,
@@ -55,10 +56,10 @@ class TransferLog:
         prompt: Prompt | None = None,
     ) -> Transfer:
         """Open a transfer that owns one hold of each of `pins`. All but WRITE become actions."""
-        self._number += 1
+        self.number += 1
         moved = target_slots if target_slots is not None else source_slots
         transfer = Transfer(
-            self._number,
+            self.number,
             kind,
             tree,
             first=first,

@@ -30,14 +30,14 @@ _MOST_LOOKED_AT = 64
 class Writer:
     """Plans writes. Not thread-safe."""
 
-    __slots__ = ("_copies", "_drain", "_log", "_registry", "_room")
+    __slots__ = ("_copies", "_log", "_registry", "_room", "draining")
 
     def __init__(self, log: TransferLog, room: Room) -> None:
         self._log = log
         self._room = room
         self._copies = log.copies
         self._registry = log.copies.registry
-        self._drain: Iterator[Node] | None = None
+        self.draining: list[Node] | None = None  # nodes whose subtrees `drain` has still to visit
 
     # ---- by use
 
@@ -217,14 +217,17 @@ class Writer:
         It goes on where it stopped; 0 means that a whole pass over all trees found nothing to begin.
         """
         begun = 0
-        if self._drain is None:
-            self._drain = _preorder(trees)
-        for node in self._drain:
-            if node.alive and node.tree.live:
+        if self.draining is None:
+            self.draining = [tree.root for tree in reversed(trees)]
+        todo = self.draining
+        while todo:
+            node = todo.pop()
+            todo += node.children.values()
+            if node.pages and node.alive and node.tree.live:
                 begun += self._write_down(node)
                 if begun >= limit:
                     return begun
-        self._drain = None
+        self.draining = None
         return begun
 
     def _write_down(self, node: Node) -> int:
@@ -257,12 +260,3 @@ def _used_at_least(path: Path, hits: int) -> Path:
 def _allowed(node: Node, hits: int | None) -> bool:
     # None is "on eviction": closing evicts everything.
     return hits is None or node.hits >= hits
-
-
-def _preorder(trees: list[HiRadixTree]) -> Iterator[Node]:
-    for tree in trees:
-        todo = list(tree.root.children.values())
-        while todo:
-            node = todo.pop()
-            yield node
-            todo += node.children.values()

@@ -101,8 +101,16 @@ class CoreDriver:
         seen: how often each kind of thing happened, so that a test can tell that it did.
     """
 
-    def __init__(self, choices: Choices, config: CoreConfig, *, namespaces: int = 2, alphabet: int = 2) -> None:
-        self.core = Core(config)
+    def __init__(
+        self,
+        choices: Choices,
+        config: CoreConfig,
+        *,
+        namespaces: int = 2,
+        alphabet: int = 2,
+        core: Core | None = None,
+    ) -> None:
+        self.core = Core(config) if core is None else core
         self.steps = 0
         self.seen: dict[str, int] = {}
         self._choices = choices
