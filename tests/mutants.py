@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-CORE = ("tests/unit/core/test_core_tree.py", "tests/unit/core/test_core_transfers.py", "tests/property/test_core_machine.py")
+CORE = ("tests/unit/core", "tests/property/test_core_machine.py")
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from hicache.core.prompt import Prompt
 from hicache.core.transfers import Lease, Transfer, TransferKind
 from hicache.core.tree import HiRadixTree
 from hicache.records import Match, PageResult
-from hicache.testing.coredriver import CountingHasher
+from hicache.testing.choices import CountingHasher
 
 
 class Stage:
@@ -72,6 +72,23 @@ class Stage:
             self.end(transfer)
             done.append(transfer)
         return done
+
+    @classmethod
+    def filled(cls, **settings: Any) -> Stage:
+        """Three tiers of 8 pages, with all of ABCD in each of them."""
+        stage = cls(device=8, host=8, storage=True, **settings)
+        stage.commit("ABCD")
+        stage.settle()
+        assert stage.tree().believed_pages(stage.tree().walk(stage.prompt("ABCD"))) == 4
+        return stage
+
+    def at_rest(self) -> None:
+        """Every invariant holds, and nothing is pinned, filling, private or quarantined."""
+        self.core.check()
+        statistics = self.core.statistics()
+        for tier in (statistics.device, statistics.host):
+            assert tier.pinned == tier.private == tier.filling == tier.quarantined == 0
+        assert not statistics.transfers
 
     def shape(self, namespace: str = "n") -> dict[str, Any]:
         """The tree's form: spans as letters, each with its children."""

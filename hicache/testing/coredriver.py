@@ -9,10 +9,9 @@ It draws every decision from a `Choices`: a seeded random generator, or hypothes
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -23,52 +22,14 @@ from hicache.core.residency import PRIVATE, RESIDENT, Slots
 from hicache.core.transfers import Lease, Transfer, TransferKind
 from hicache.core.tree import HiRadixTree
 from hicache.errors import OutOfSlots
-from hicache.events import Cleared, Stored
 from hicache.records import PageResult, Tier
+from hicache.testing.choices import Choices, CountingHasher, tag
+from hicache.testing.told import ToldResidency
 
 T = TypeVar("T")
 _DEVICE, _HOST = int(Tier.DEVICE), int(Tier.HOST)
 _WRITING = -1
 """Tag of a private slot that its request is writing; a transfer's mark is `-1 - its id`."""
-
-
-class Choices(Protocol):
-    """Where decisions come from."""
-
-    def integer(self, low: int, high: int) -> int:
-        """An integer of low to high, both included."""
-        ...
-
-
-class SeededChoices:
-    """Decisions of a seeded generator."""
-
-    def __init__(self, seed: int) -> None:
-        self._random = random.Random(seed)  # noqa: S311  tests need it repeatable, not secret
-
-    def integer(self, low: int, high: int) -> int:
-        """An integer of low to high, both included."""
-        return self._random.randint(low, high)
-
-
-class CountingHasher:
-    """Page hashes as 8-byte integers that depend on everything from the root on. No hash function: no collisions."""
-
-    size = 8
-
-    def __init__(self) -> None:
-        self._numbers: dict[tuple[bytes | None, bytes], int] = {}
-        self.width = 2
-
-    def extend(self, parent: bytes | None, symbols: bytes, pages: int) -> bytes:
-        """Number each (past, symbol) as it is first met."""
-        hashes = []
-        for i in range(pages):
-            key = (parent, symbols[i * self.width : (i + 1) * self.width])
-            number = self._numbers.setdefault(key, len(self._numbers) + 1)
-            parent = number.to_bytes(8, "little")
-            hashes.append(parent)
-        return b"".join(hashes)
 
 
 @dataclass(eq=False)
@@ -85,11 +46,6 @@ class _Running:
     transfer: Transfer
     begun: bool = False
     got: list[bool] = field(default_factory=list)
-
-
-def tag(page_hash: bytes) -> int:
-    """The tag of a page's bytes."""
-    return int.from_bytes(page_hash, "little")
 
 
 class CoreDriver:
@@ -124,7 +80,7 @@ class CoreDriver:
         self._acknowledged: dict[tuple[bytes, int], set[int]] = {}
         self._putting: set[tuple[bytes, int, int]] = set()
         self._tags = [np.zeros(self.core.registry.tables[tier].capacity, np.int64) for tier in (_DEVICE, _HOST)]
-        self._visible: dict[tuple[bytes, Tier], list[int]] = {}
+        self._told = ToldResidency()
         self._number = 0
         self._now = 0
 
@@ -187,7 +143,7 @@ class CoreDriver:
         if self._running and self._one_in(4):
             self._run()
             self._take_actions()
-        self._replay_events()
+        self._told.replay(self.core.events)
         return name
 
     def check(self) -> None:
@@ -217,7 +173,7 @@ class CoreDriver:
         assert seen[Tier.STORAGE] <= acknowledged, "believed to be stored, but storage never said so"
         if self.core.config.events:
             for tier in Tier:
-                told = self._visible.get((tree.namespace, tier), [])
+                told = self._told.pages(tree.namespace, tier)
                 assert sorted(told) == sorted(seen[tier]), f"{tier.name}: events differ from residency"
 
     def finish(self) -> None:
@@ -229,7 +185,7 @@ class CoreDriver:
             for number in [*self._running, *self._writers]:
                 self._complete(number)
         self.core.sweep(1 << 30)
-        self._replay_events()
+        self._told.replay(self.core.events)
         self.check()
         for tier in (_DEVICE, _HOST):
             table = self.core.registry.tables[tier]
@@ -237,7 +193,7 @@ class CoreDriver:
             resident = table.counts[RESIDENT]
             assert table.counts == [table.capacity - resident, 0, 0, resident, 0], "slots left behind"
             assert self.core.evict(tier, 1 << 30) == resident
-        self._replay_events()
+        self._told.replay(self.core.events)
         self.check()
         assert not self._putting
         assert not self.core.log.open
@@ -375,7 +331,7 @@ class CoreDriver:
     def _match(self) -> None:
         tree, prompt = self._prompt()
         for tier in (_DEVICE, _HOST):
-            told = set(self._visible.get((tree.namespace, Tier(tier)), []))
+            told = set(self._told.pages(tree.namespace, Tier(tier)))
             pages = 0
             for page_hash in prompt.hashes(0, prompt.pages):
                 if tag(page_hash) not in told:
@@ -547,21 +503,3 @@ class CoreDriver:
             if engine.lease.start is None and engine.lease.device > len(engine.reads[0][1]):
                 self._note("handed over")
                 self._remember_reads(engine)
-
-    # ---- events
-
-    def _replay_events(self) -> None:
-        for event in self.core.events:
-            if isinstance(event, Cleared):
-                for tier in Tier:
-                    self._visible.pop((event.namespace, tier), None)
-                continue
-            pages = self._visible.setdefault((event.namespace, event.tier), [])
-            for page_hash in event.page_hashes:
-                if isinstance(event, Stored):
-                    assert tag(page_hash) not in pages, "stored twice"
-                    pages.append(tag(page_hash))
-                else:
-                    assert tag(page_hash) in pages, "removed before it was stored"
-                    pages.remove(tag(page_hash))
-        self.core.events.clear()

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hicache.core.config import CoreConfig, EdgePolicy
-from hicache.testing.coredriver import CoreDriver, SeededChoices
+from hicache.testing.choices import SeededChoices
+from hicache.testing.coredriver import CoreDriver
 
 POLICIES = st.sampled_from([EdgePolicy(1), EdgePolicy(2), EdgePolicy(None, on_eviction=True)])
 CONFIGS = st.builds(

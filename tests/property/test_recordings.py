@@ -20,7 +20,8 @@ from hicache.core.recorder import (
     read_segments,
 )
 from hicache.errors import HicacheInternalError, InvalidInput
-from hicache.testing.coredriver import CoreDriver, SeededChoices
+from hicache.testing.choices import SeededChoices
+from hicache.testing.coredriver import CoreDriver
 
 POLICIES = st.sampled_from([EdgePolicy(1), EdgePolicy(2), EdgePolicy(None, on_eviction=True)])
 CONFIGS = st.builds(
