@@ -133,6 +133,14 @@ class DevicePool(ABC):
             GeometryError: no such slot, or another number of bytes.
         """
 
+    def copy_engine(self, host: HostPool | None) -> CopyEngine | None:
+        """The engine that must copy this pool's pages, which is closed with the cache.
+
+        None where copy threads of the cache can do it, as the CPU sees the bytes.
+        """
+        del host
+        return None
+
     @abstractmethod
     def poison(self, slots: Slots) -> None:
         """Fill freed slots with `POISON`. For tests."""

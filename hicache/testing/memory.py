@@ -111,14 +111,14 @@ class ManualCopyEngine(CopyEngine):
 
     Args:
         device: source and target of copies.
-        host: source and target of copies.
+        host: source and target of copies; None where only events are waited for.
 
     Attributes:
         pending: copies that were asked for and have not ended, oldest first.
         events: events that something waits for, with the callbacks, oldest first.
     """
 
-    def __init__(self, device: DevicePool, host: HostPool) -> None:
+    def __init__(self, device: DevicePool, host: HostPool | None) -> None:
         self._device = device
         self._host = host
         self._changed = threading.Condition()
@@ -184,7 +184,7 @@ class ManualCopyEngine(CopyEngine):
 
     def statistics(self) -> CopyStatistics:
         """A snapshot."""
-        size = self._host.page_bytes
+        size = self._device.page_bytes
         return CopyStatistics(
             pages_device_to_host=self._pages[True],
             bytes_device_to_host=self._pages[True] * size,
@@ -225,6 +225,7 @@ class ManualCopyEngine(CopyEngine):
         return copy
 
     def _move(self, pending: PendingCopy, good: npt.NDArray[np.bool_]) -> None:
+        assert self._host is not None
         device, host = pending.device_slots[good], pending.host_slots[good]
         if pending.down:
             self._device.gather(device, self._host, host)
