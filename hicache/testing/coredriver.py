@@ -10,7 +10,6 @@ It draws every decision from a `Choices`: a seeded random generator, or hypothes
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
@@ -24,28 +23,13 @@ from hicache.core.tree import HiRadixTree
 from hicache.errors import OutOfSlots
 from hicache.records import PageResult, Tier
 from hicache.testing.choices import Choices, CountingHasher, tag
+from hicache.testing.coremodel import ModelEngine, RunningTransfer
 from hicache.testing.told import ToldResidency
 
 T = TypeVar("T")
 _DEVICE, _HOST = int(Tier.DEVICE), int(Tier.HOST)
 _WRITING = -1
 """Tag of a private slot that its request is writing; a transfer's mark is `-1 - its id`."""
-
-
-@dataclass(eq=False)
-class _Engine:
-    """A request as its engine sees it."""
-
-    lease: Lease
-    number: int
-    reads: list[tuple[int, Slots, list[int]]] = field(default_factory=list)  # tier, slots, tags expected there
-
-
-@dataclass
-class _Running:
-    transfer: Transfer
-    begun: bool = False
-    got: list[bool] = field(default_factory=list)
 
 
 class CoreDriver:
@@ -73,8 +57,8 @@ class CoreDriver:
         self._alphabet = alphabet
         self._hashers = [CountingHasher() for _ in range(namespaces)]
         self._prompts: list[Prompt] = []
-        self._engines: list[_Engine] = []
-        self._running: dict[int, _Running] = {}
+        self._engines: list[ModelEngine] = []
+        self._running: dict[int, RunningTransfer] = {}
         self._writers: dict[int, Transfer] = {}
         self._stored: dict[tuple[bytes, int], set[int]] = {}
         self._acknowledged: dict[tuple[bytes, int], set[int]] = {}
@@ -207,7 +191,7 @@ class CoreDriver:
         lease = self.core.lease(tree, prompt, limit=limit, priority=self._choices.integer(0, 2))
         assert lease.match == before, "a lease found something else than the match before it"
         self._number += 1
-        engine = _Engine(lease, self._number)
+        engine = ModelEngine(lease, self._number)
         self._engines.append(engine)
         self._remember_reads(engine)
         if self._one_in(2):
@@ -215,7 +199,7 @@ class CoreDriver:
         if self._one_in(5) or len(self._engines) > self._choices.integer(1, 5):
             self._end(self._pick(self._engines))  # else everything is pinned and nothing happens
 
-    def _remember_reads(self, engine: _Engine) -> None:
+    def _remember_reads(self, engine: ModelEngine) -> None:
         lease = engine.lease
         slots = lease.device_slots()
         assert len(slots) == lease.device
@@ -228,7 +212,7 @@ class CoreDriver:
         private: Slots = own[self.core.registry.tables[_DEVICE].state[own] == PRIVATE]
         return private
 
-    def _open(self) -> _Engine | None:
+    def _open(self) -> ModelEngine | None:
         return self._pick(self._engines) if self._engines else None
 
     def _allocate_and_commit(self) -> None:
@@ -278,7 +262,7 @@ class CoreDriver:
         if engine is not None:
             self._end(engine)
 
-    def _end(self, engine: _Engine) -> None:
+    def _end(self, engine: ModelEngine) -> None:
         self._engines.remove(engine)
         counts = self.core.release(engine.lease, aborted=self._one_in(4))
         assert counts.asked == counts.device + counts.host + counts.storage + sum(counts.missed.values())
@@ -303,7 +287,7 @@ class CoreDriver:
         if engine is not None:
             self._bring_up(engine)
 
-    def _bring_up(self, engine: _Engine) -> None:
+    def _bring_up(self, engine: ModelEngine) -> None:
         lease = engine.lease
         if not self.core.config.storage:
             self.core.load(lease)
@@ -378,7 +362,7 @@ class CoreDriver:
     def _take_actions(self) -> None:
         while self.core.actions:
             transfer = self.core.actions.popleft()
-            self._running[transfer.id] = _Running(transfer)
+            self._running[transfer.id] = RunningTransfer(transfer)
             self._note(transfer.kind.name)
             if transfer.kind is TransferKind.PUT:
                 for page in transfer.pages:
@@ -405,7 +389,7 @@ class CoreDriver:
         assert all(t > 0 for t in tags), f"{transfer} reads a slot that is not filled"
         return tags
 
-    def _begin(self, running: _Running) -> None:
+    def _begin(self, running: RunningTransfer) -> None:
         if running.begun:
             return
         running.begun = True
