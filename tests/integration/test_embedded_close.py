@@ -241,6 +241,9 @@ def test_close_writes_everything_down_and_is_idempotent() -> None:
         with pytest.raises(hicache.CacheClosed):
             verb()
     assert cache.statistics().requests == 20
+    assert cache.host is not None
+    with pytest.raises(hicache.CacheClosed):
+        cache.host.page(0)
 
 
 @pytest.mark.case("THR-2")
@@ -256,6 +259,8 @@ def test_close_reports_what_it_had_to_leave() -> None:
     assert not report.complete
     assert report.stuck_threads == 1
     assert report.abandoned_pages == 10
+    assert cache.host is not None
+    assert cache.host.page(0).any()  # the thread may still read it
     gate.open()  # the thread that was inside ends by itself
     for thread in threading.enumerate():
         if thread.name.startswith("hicache-write"):

@@ -18,7 +18,7 @@ from hicache.runtime.queues import Bound
 from hicache.runtime.reducer import Pump, Reducer
 from hicache.runtime.waiting import waiter
 from hicache.testing.clock import ManualClock
-from hicache.testing.coredriver import CountingHasher
+from hicache.testing.choices import CountingHasher
 from hicache.testing.gates import Gate
 from hicache.testing.memory import ManualCopyEngine
 
@@ -148,6 +148,28 @@ def test_the_pump_survives_what_it_applies(caplog: pytest.LogCaptureFixture) -> 
         applied.until_passed()
     assert setup.reducer.internal_errors == 1
     assert pump.stop(lambda thread: thread.join(30))
+
+
+@pytest.mark.parametrize("flushes", [True, False])
+def test_the_clean_reserve_is_looked_after_whenever_something_has_ended(flushes: bool) -> None:
+    class Counting(Core):
+        flushed = 0
+
+        def flush(self) -> int:
+            self.flushed += 1
+            return 0
+
+    core = Counting(CoreConfig(device_pages=4))
+    reducer = Reducer(core, wait=waiter(ManualClock()), publish=lambda events: None, flushes=flushes)
+    with reducer.lock:
+        reducer.settle()
+        assert core.flushed == 0
+        reducer.post(lambda: None)
+        reducer.post(lambda: None)
+        reducer.settle()
+        assert core.flushed == flushes
+        reducer.flush()
+        assert core.flushed == 2 * flushes
 
 
 def test_cleared_pages_are_freed_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,6 +136,19 @@ def test_the_anchor_is_put_after_all_others_of_its_page() -> None:
     assert GEOMETRY.anchor(P) not in {key.shard for key in first}
 
 
+def test_the_anchor_alone_tells_whether_a_page_is_there() -> None:
+    store = MemoryBackend()
+    rank = _whole(store)
+    pages = [_identity(0), _identity(1)]
+    rank.objects.write(_transfer(pages))
+    hashes = [page.hash for page in pages]
+    store.delete([key for key in store._entries if key.shard != GEOMETRY.anchor(P)])
+    assert rank.objects.contains(b"n" * 16, 0, hashes) == 2
+    assert rank.objects.write(_transfer(pages)) == [OK, OK]
+    store.delete([key for key in store._entries if key.shard == GEOMETRY.anchor(P) and key.page_hash == hashes[0]])
+    assert rank.objects.contains(b"n" * 16, 0, hashes) == 0
+
+
 def test_a_page_whose_siblings_failed_gets_no_anchor() -> None:
     store = FaultyStorage(MemoryBackend())
     rank = _whole(store)
