@@ -66,7 +66,7 @@ class Copies:
             # All sets are root-prefixes, so pins never rise along a chain: what nothing pinned before is its tail.
             fresh = slots[np.count_nonzero(pins) :]
             if len(fresh):
-                resident = int(np.count_nonzero(table.state[fresh] == RESIDENT))
+                resident = table.count(fresh, RESIDENT)
                 table.pinned += resident
                 tree.pinned[tier] += resident
         return PinSet(tier, tree, slots, base)
@@ -91,15 +91,14 @@ class Copies:
         loose = slots[np.count_nonzero(left) :]  # a tail, as in `pin`
         if not len(loose):
             return
-        states = table.state[loose]
-        gone = loose[states == QUARANTINED] if np.count_nonzero(states == QUARANTINED) else NO_SLOTS
+        resident = table.count(loose, RESIDENT)
+        gone = NO_SLOTS if resident == len(loose) else loose[table.state[loose] == QUARANTINED]
         if len(gone):
             table.reclaim(gone)
         if not tree.live:
             # What was cleared and is not swept yet counts as quarantined; the sweep frees what nothing pins.
             self._loosen_grave(tier, tree, len(loose) - len(gone))
             return
-        resident = int(np.count_nonzero(states == RESIDENT))
         table.pinned -= resident
         tree.pinned[tier] -= resident
         # Wake the owner of the deepest slot that is still attached: it may be a candidate now.
