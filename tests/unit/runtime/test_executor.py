@@ -17,8 +17,8 @@ from hicache.runtime.executor import Executor
 from hicache.runtime.queues import Bound
 from hicache.runtime.reducer import Pump, Reducer
 from hicache.runtime.waiting import waiter
-from hicache.testing.clock import ManualClock
 from hicache.testing.choices import CountingHasher
+from hicache.testing.clock import ManualClock
 from hicache.testing.gates import Gate
 from hicache.testing.memory import ManualCopyEngine
 
