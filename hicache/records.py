@@ -17,13 +17,14 @@ class Tier(IntEnum):
 class PageResult(IntEnum):
     """How a transfer ended for one page.
 
-    Only SOURCE_BAD (missing or corrupt where it was read) speaks against the source. A time-out or a trouble at the
-    destination is FAILED and leaves the source believed.
+    Only SOURCE_BAD (corrupt where it was read) and SOURCE_GONE (not there any more) speak against the source. A time-out
+    or a trouble at the destination is FAILED and leaves the source believed.
     """
 
     OK = 0
     FAILED = 1
     SOURCE_BAD = 2
+    SOURCE_GONE = 3
 
 
 class MissReason(StrEnum):

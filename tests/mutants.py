@@ -121,13 +121,13 @@ MUTANTS = (
     core(
         "a missing page in storage is believed further on",
         "transferlog.py",
-        "            if results[bad] == PageResult.SOURCE_BAD:\n",
+        "            if results[bad] in _AGAINST_SOURCE:\n",
         "            if False:\n",
     ),
     core(
         "a time-out speaks against the source",
         "transferlog.py",
-        "            if results[bad] == PageResult.SOURCE_BAD:\n",
+        "            if results[bad] in _AGAINST_SOURCE:\n",
         "            if True:\n",
     ),
     core(

@@ -22,7 +22,7 @@ from hicache.core.residency import SlotTable
 from hicache.core.room import Grave
 from hicache.core.transfers import Lease, PinSet, Transfer, TransferKind
 from hicache.core.tree import HiRadixTree
-from hicache.records import Match
+from hicache.records import Match, MissReason
 
 _TABLE_ARRAYS = ("state", "pins", "owner", "depth", "filler", "verified", "stored", "waiting", "free")
 _NODE_PLAIN = ("pages", "first", "believed", "stubs", "stub_filed", "stamp", "hits", "heat", "priority", "alive")
@@ -163,6 +163,7 @@ class Taker:
             "pins": [self._pin(pins) for pins in lease.pins],
             "spare": [self._pin(pins) for pins in lease.spare_pins],
             "failed_at": lease.failed_at,
+            "failure": lease.failure.value,
             "short_at": lease.short_at,
         }
 
@@ -288,6 +289,7 @@ class Maker:
         lease.waiting = set(row["waiting"])
         for name in ("device", "start", "committed", "failed_at", "short_at"):
             setattr(lease, name, row[name])
+        lease.failure = MissReason(row["failure"])
         lease.pins = [self._pins[number] if number >= 0 else None for number in row["pins"]]
         lease.spare_pins = [self._pins[number] for number in row["spare"]]
         self.leases[row["number"]] = lease

@@ -65,7 +65,7 @@ def _missed(lease: Lease, ghosts: Ghosts, got: int) -> dict[MissReason, int]:
 def _undelivered(lease: Lease, got: int) -> MissReason:
     """Why pages that were there when the request began did not reach it."""
     if lease.failed_at is not None and lease.failed_at <= got:
-        return MissReason.FAILED
+        return lease.failure
     if lease.short_at is not None and lease.short_at <= got:
         return MissReason.OVER_BUDGET
     return MissReason.LATE

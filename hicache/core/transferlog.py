@@ -11,7 +11,7 @@ import numpy as np
 from hicache.core.copies import Copies
 from hicache.core.registry import DEVICE, HOST
 from hicache.core.residency import FILLING, Slots
-from hicache.core.transfers import Lease, PinSet, Transfer, TransferKind, lowest
+from hicache.core.transfers import Lease, PinSet, Transfer, TransferKind
 from hicache.errors import HicacheInternalError
 from hicache.records import MissReason, PageResult, Tier
 
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from hicache.core.node import Node
     from hicache.core.prompt import PageIdentity, Prompt
     from hicache.core.tree import HiRadixTree
+
+
+_AGAINST_SOURCE = (PageResult.SOURCE_BAD, PageResult.SOURCE_GONE)
 
 
 class TransferLog:
@@ -146,7 +149,7 @@ class TransferLog:
         assert prompt is not None
         holed: list[Node] = []
         for page, result in zip(transfer.pages, results, strict=True):
-            if result != PageResult.SOURCE_BAD or not tree.live:
+            if result not in _AGAINST_SOURCE or not tree.live:
                 continue
             path = tree.walk(prompt, page.depth + 1)
             node, pages = path[-1] if path else (tree.root, 0)
@@ -169,11 +172,14 @@ class TransferLog:
         attached = good[table.owner[good] >= 0]
         table.verified[attached] = True
         if bad < transfer.count:
+            # What a store has evicted by itself has been evicted; the rest has failed.
+            reason = MissReason.EVICTED if results[bad] == PageResult.SOURCE_GONE else MissReason.FAILED
             for lease in transfer.interest:
-                lease.failed_at = lowest(lease.failed_at, transfer.first + bad)
-            if results[bad] == PageResult.SOURCE_BAD:
+                if lease.failed_at is None or transfer.first + bad < lease.failed_at:
+                    lease.failed_at, lease.failure = transfer.first + bad, reason
+            if results[bad] in _AGAINST_SOURCE:
                 self._blame_source(transfer, bad)
-            self._cut_at(tier, int(slots[bad]), MissReason.FAILED)
+            self._cut_at(tier, int(slots[bad]), reason)
         if transfer.kind is TransferKind.FETCH:
             table.stored[good[table.owner[good] >= 0]] = True
         filled = []

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hicache.core.residency import NO_SLOTS, Slots
-from hicache.records import Match, Tier
+from hicache.records import Match, MissReason, Tier
 
 if TYPE_CHECKING:
     from hicache.core.prompt import PageIdentity, Prompt
@@ -163,6 +163,7 @@ class Lease:
         pins: per owned tier, the pin set that covers what it holds there.
         spare_pins: sets whose pages were withdrawn from the tree while it may still read them.
         failed_at: lowest page index at which a transfer that it waited for failed, or None.
+        failure: the reason of that.
         short_at: lowest page index for which there were no slots, or None.
         closed: whether it was released.
         counts: what it was counted as, once closed.
@@ -175,6 +176,7 @@ class Lease:
         "counts",
         "device",
         "failed_at",
+        "failure",
         "limit",
         "match",
         "own",
@@ -202,6 +204,7 @@ class Lease:
         self.pins: list[PinSet | None] = [None, None]
         self.spare_pins: list[PinSet] = []
         self.failed_at: int | None = None
+        self.failure = MissReason.FAILED
         self.short_at: int | None = None
         self.closed = False
         self.counts: RequestCounts | None = None

@@ -426,7 +426,7 @@ class CoreDriver:
             assert transfer.kind is TransferKind.FETCH or depths == sorted(depths, reverse=True), (
                 "root not touched last"
             )
-            results = [r if got else PageResult.SOURCE_BAD for r, got in zip(results, running.got, strict=True)]
+            results = [r if got else PageResult.SOURCE_GONE for r, got in zip(results, running.got, strict=True)]
         if transfer.kind is TransferKind.TOUCH:
             self._settle(transfer, results)
         elif transfer.kind is TransferKind.PUT:

@@ -9,7 +9,7 @@ from hicache.errors import OutOfSlots
 from hicache.records import Match, MissReason, PageResult
 from hicache.testing.core import Stage
 
-OK, FAILED, BAD = PageResult.OK, PageResult.FAILED, PageResult.SOURCE_BAD
+OK, FAILED, BAD, GONE = PageResult
 DEVICE, HOST = 0, 1
 
 
@@ -80,6 +80,19 @@ def test_a_fetch_publishes_the_leading_run_that_arrived():
     counts = stage.core.release(lease)
     assert (counts.asked, counts.storage, counts.missed) == (4, 2, {MissReason.FAILED: 2})
     stage.at_rest()
+
+
+def test_a_page_that_storage_has_evicted_is_a_miss_of_that_reason():
+    stage = Stage.filled(fetch_pages=8)
+    for tier in (DEVICE, HOST):
+        stage.core.evict(tier, 99)
+    lease = stage.lease("ABCD")
+    stage.core.prefetch(lease)
+    stage.end(stage.take()[0], [OK, OK, GONE, GONE])
+    stage.core.load(lease)
+    stage.settle()
+    assert stage.core.release(lease).missed == {MissReason.EVICTED: 2}
+    assert stage.match("ABCD") == Match(2, 0, 0)
 
 
 @pytest.mark.case("FAIL-3")
