@@ -119,9 +119,15 @@ class PageObjects:
         worst = PageResult.OK
         for answer in answers:
             if answer.status is ObjectStatus.FAILED:
-                worst = PageResult.FAILED if worst is PageResult.OK else worst
+                result = PageResult.FAILED
+            elif answer.status is ObjectStatus.MISSING and answer.reason in _GONE:
+                result = PageResult.SOURCE_GONE
             elif answer.status is not ObjectStatus.OK or not self._is(page, answer):
-                worst = PageResult.SOURCE_BAD
+                result = PageResult.SOURCE_BAD
+            else:
+                continue
+            if _BADNESS[result] > _BADNESS[worst]:
+                worst = result
         return worst
 
     def _is(self, page: PageIdentity, answer: ObjectResult) -> bool:
@@ -135,6 +141,10 @@ class PageObjects:
             and header.depth == page.depth
             and (header.extras or bytes(len(extras))) == extras
         )
+
+
+_GONE = ("", "absent")  # what a backend says of a name that holds nothing at all
+_BADNESS = {PageResult.OK: 0, PageResult.FAILED: 1, PageResult.SOURCE_GONE: 2, PageResult.SOURCE_BAD: 3}
 
 
 def _key(transfer: Transfer, page: PageIdentity, part: ShardPart) -> ObjectKey:

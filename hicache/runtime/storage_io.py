@@ -123,7 +123,7 @@ class StorageIO:
         results = self._objects.read(transfer)
         tree = transfer.tree
         for page, result in zip(transfer.pages, results, strict=True):
-            if result is PageResult.SOURCE_BAD:
+            if result in (PageResult.SOURCE_BAD, PageResult.SOURCE_GONE):
                 self._absent.note(tree.namespace, tree.generation, page.hash)
         return results
 

@@ -22,7 +22,7 @@ from hicache.testing.faults import FaultyStorage, fail
 
 P = 4
 GEOMETRY = KVGeometry.mha(layers=4, kv_heads=8, head_dim=4, dtype="bfloat16", head_group=1, layer_partition=2)
-OK, FAILED, BAD = PageResult.OK, PageResult.FAILED, PageResult.SOURCE_BAD
+OK, FAILED, BAD, GONE = PageResult
 
 
 def _identity(page: int, *, tokens: bytes | None = None, extras: bytes = b"") -> PageIdentity:
@@ -123,8 +123,8 @@ def test_a_missing_part_is_a_miss_for_those_who_need_it() -> None:
     store.delete([lost])
     lower = _Rank(store, plan_shards(GEOMETRY, P, tp_rank=0, tp_size=2))
     assert lower.objects.read(_transfer(pages)) == [OK]
-    assert _Rank(store, upper).objects.read(_transfer(pages)) == [BAD]
-    assert rank.objects.read(_transfer(pages)) == [BAD]
+    assert _Rank(store, upper).objects.read(_transfer(pages)) == [GONE]
+    assert rank.objects.read(_transfer(pages)) == [GONE]
 
 
 def test_the_anchor_is_put_after_all_others_of_its_page() -> None:
@@ -165,7 +165,7 @@ def test_reading_stops_at_the_first_page_that_is_not_whole() -> None:
     pages = [_identity(page) for page in range(6)]
     assert rank.objects.write(_transfer(pages)) == [OK] * 6
     store.delete([key for key in store._entries if key.page_hash == pages[3].hash][-1:])
-    assert rank.objects.read(_transfer(pages)) == [OK, OK, OK, BAD, FAILED, FAILED]
+    assert rank.objects.read(_transfer(pages)) == [OK, OK, OK, GONE, FAILED, FAILED]
 
 
 def test_trouble_blames_nobody() -> None:

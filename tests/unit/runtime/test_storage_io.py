@@ -140,7 +140,7 @@ def test_a_page_that_failed_its_read_counts_as_absent() -> None:
     setup.result(1)
     store.delete([key for key in store._entries if key.page_hash == PAGES[2].hash])
     setup.io.fetch(setup.transfer(2), setup.done)
-    assert setup.result(2)[:4] == [OK, OK, PageResult.SOURCE_BAD, FAILED]
+    assert setup.result(2)[:4] == [OK, OK, PageResult.SOURCE_GONE, FAILED]
     assert setup.ask() == [(2, True)]
     assert setup.close() == 0
 
