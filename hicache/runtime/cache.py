@@ -199,11 +199,12 @@ class EmbeddedCache:
         """
         self.check_open()
         check_deadline(deadline)
-        scope = self._scope(adapter, tenant, salt, self._now(), deadline)
+        started = self._now()
+        scope = self._scope(adapter, tenant, salt, started, deadline)
         if scope is None:
             raise StorageUnavailable("clear: the namespace's generation is not known, as storage does not answer")
         generation = clear_memory(self.parts, scope, self._pump)
-        clear_storage(self.parts, scope, generation, end=self._now() + deadline)
+        clear_storage(self.parts, scope, generation, end=started + deadline)
 
     def flush(self, deadline: float = 60.0) -> bool:
         """Write all pages down that a lower tier should have, root first, and wait for it.
