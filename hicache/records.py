@@ -17,8 +17,8 @@ class Tier(IntEnum):
 class PageResult(IntEnum):
     """How a transfer ended for one page.
 
-    Only SOURCE_BAD (corrupt where it was read) and SOURCE_GONE (not there any more) speak against the source. A time-out
-    or a trouble at the destination is FAILED and leaves the source believed.
+    Only SOURCE_BAD (corrupt where it was read) and SOURCE_GONE (not there any more) speak against the source. A
+    time-out or a trouble at the destination is FAILED and leaves the source believed.
     """
 
     OK = 0
