@@ -20,6 +20,8 @@ from hicache.storage.url import StorageUrl
 
 __all__ = [
     "MAX_MANIFEST",
+    "BreakerState",
+    "BreakerStatistics",
     "Manifests",
     "ObjectKey",
     "ObjectResult",
@@ -84,6 +86,39 @@ class StoredObject:
     payload: memoryview
 
 
+class BreakerState(StrEnum):
+    """What a breaker does with a call."""
+
+    CLOSED = "closed"  # lets it through
+    OPEN = "open"  # answers it at once, without the backend
+    HALF_OPEN = "half_open"  # lets one at a time through, to see whether the backend is well again
+
+
+@dataclass(frozen=True, slots=True)
+class BreakerStatistics:
+    """A snapshot of one breaker. All counts are since opening.
+
+    Attributes:
+        name: "read" or "write".
+        state: what it does now.
+        reason: why it is not closed; empty if it is.
+        failures: failed calls in a row.
+        opened: times that it went from closed to open.
+        refused: objects that it answered without the backend.
+        timeouts: calls that took too long.
+        running: calls that have not come back, those that timed out included.
+    """
+
+    name: str
+    state: BreakerState
+    reason: str = ""
+    failures: int = 0
+    opened: int = 0
+    refused: int = 0
+    timeouts: int = 0
+    running: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class StorageStatistics:
     """A snapshot of one backend. All counts are since opening.
@@ -97,6 +132,8 @@ class StorageStatistics:
         evicted: objects removed to keep the capacity.
         by_reason: counts of results that were not OK, by reason.
         ready: False while an index is still being rebuilt.
+        breakers: the breakers around the backend, if it has any.
+        retried: objects whose transfer was repeated, once for each repeat; `recovered`: those that were then OK.
     """
 
     objects: int = 0
@@ -110,6 +147,9 @@ class StorageStatistics:
     evicted: int = 0
     by_reason: dict[str, int] = field(default_factory=dict)
     ready: bool = True
+    breakers: tuple[BreakerStatistics, ...] = ()
+    retried: int = 0
+    recovered: int = 0
 
 
 class StorageBackend(ABC):

@@ -9,6 +9,8 @@ from typing import Final
 
 from hicache.errors import BackendUnavailableError, ConfigError
 from hicache.storage.base import StorageBackend
+from hicache.storage.breaker import BreakerBackend, BreakerPolicy
+from hicache.storage.retry import RetryingBackend, RetryPolicy
 from hicache.storage.url import StorageUrl
 from hicache.storage.wrappers import GuardedBackend, MeteredBackend
 
@@ -21,11 +23,13 @@ _EXTRAS: Final = {"redis": "redis", "rediss": "redis", "redis+cluster": "redis",
 """Schemes that a package extra brings."""
 
 
-def open_storage(url: str) -> MeteredBackend:
+def open_storage(url: str, *, retry: RetryPolicy | None = None, breaker: BreakerPolicy | None = None) -> MeteredBackend:
     """Open the backend that a URL names, guarded (`GuardedBackend`) and measured (`MeteredBackend`).
 
     Args:
         url: e.g. `file:///var/cache/hicache?capacity=100GiB` or `memory://?capacity=1GiB`.
+        retry: repeat transfers that failed for a passing reason; None = never.
+        breaker: leave the backend alone while it is in trouble; None = never. Each try of a retry counts for it.
 
     Returns:
         The backend; the caller closes it.
@@ -36,7 +40,7 @@ def open_storage(url: str) -> MeteredBackend:
     """
     parsed = StorageUrl.parse(url)
     backend_class = load_backend(parsed.scheme)
-    return MeteredBackend(GuardedBackend(backend_class.from_url(parsed)))
+    return _wrapped(backend_class.from_url(parsed), retry, breaker)
 
 
 def installed_schemes() -> list[str]:
@@ -127,14 +131,33 @@ def _accepts(candidate: type[StorageBackend], name: str) -> bool:
     return True
 
 
-def configured(backend: StorageBackend | str) -> StorageBackend:
+def configured(
+    backend: StorageBackend | str, *, retry: RetryPolicy | None = None, breaker: BreakerPolicy | None = None
+) -> StorageBackend:
     """A backend from what a caller gave: a URL is opened; an object is guarded, and stays its owner's to close.
 
+    Args:
+        backend: a URL or a backend.
+        retry: as for `open_storage`; not for an object that is measured already.
+        breaker: likewise.
+
     Raises:
-        ConfigError: neither a URL nor a backend.
+        ConfigError: neither a URL nor a backend, or one that has its wrappers already.
     """
     if isinstance(backend, str):
-        return open_storage(backend)
-    if isinstance(backend, StorageBackend):
-        return backend if isinstance(backend, MeteredBackend) else MeteredBackend(GuardedBackend(backend))
-    raise ConfigError(f"storage must be a URL or a StorageBackend, not {type(backend).__name__}")
+        return open_storage(backend, retry=retry, breaker=breaker)
+    if not isinstance(backend, StorageBackend):
+        raise ConfigError(f"storage must be a URL or a StorageBackend, not {type(backend).__name__}")
+    if not isinstance(backend, MeteredBackend):
+        return _wrapped(backend, retry, breaker)
+    if retry is not None or breaker is not None:
+        raise ConfigError("storage is wrapped already: give retry and breaker where it is opened, or a bare backend")
+    return backend
+
+
+def _wrapped(backend: StorageBackend, retry: RetryPolicy | None, breaker: BreakerPolicy | None) -> MeteredBackend:
+    if breaker is not None:
+        backend = BreakerBackend(backend, breaker)
+    if retry is not None:
+        backend = RetryingBackend(backend, retry)
+    return MeteredBackend(GuardedBackend(backend))

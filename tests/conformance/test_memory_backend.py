@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from hicache.core.keys import ObjectKey
 from hicache.storage.base import StorageBackend
+from hicache.storage.breaker import BreakerBackend, BreakerPolicy
 from hicache.storage.memory import MemoryBackend
+from hicache.storage.retry import RetryingBackend, RetryPolicy
 from hicache.storage.wrappers import GuardedBackend, MeteredBackend, WrapperBackend
 from hicache.testing.faults import DamageableMemory, FaultyStorage, LatencyStorage
 from hicache.testing.storage import StorageBackendTests
@@ -64,3 +66,13 @@ class TestFaultyWithoutFaults(TestMemoryBackend):
 class TestFarAway(TestMemoryBackend):
     def wrap(self, backend: StorageBackend) -> StorageBackend:
         return LatencyStorage(backend, per_call=0.01, bytes_per_second=1e9, sleep=lambda seconds: None)
+
+
+class TestBehindABreaker(TestMemoryBackend):
+    def wrap(self, backend: StorageBackend) -> StorageBackend:
+        return BreakerBackend(backend, BreakerPolicy())
+
+
+class TestTriedAgain(TestMemoryBackend):
+    def wrap(self, backend: StorageBackend) -> StorageBackend:
+        return RetryingBackend(backend, RetryPolicy())
