@@ -24,7 +24,7 @@ from hicache.core.residency import FREE, NO_SLOTS, PRIVATE, RESIDENT, Slots
 from hicache.core.room import SWEEP_PAGES, Grave, Room
 from hicache.core.statistics import CoreStatistics, snapshot
 from hicache.core.transferlog import TransferLog
-from hicache.core.transfers import Lease, Transfer, TransferKind
+from hicache.core.transfers import Lease, Transfer, TransferKind, lowest
 from hicache.core.tree import HiRadixTree
 from hicache.core.writeback import Writer
 from hicache.errors import InvalidInput, OutOfSlots
@@ -145,6 +145,10 @@ class Core:
         Returns the page index that HOST will reach when nothing fails; fewer slots shorten it.
         """
         return self._loader.prefetch(lease, upto)
+
+    def decline(self, lease: Lease, page: int) -> None:
+        """Bringing up the pages from index `page` on does not pay: those missed are counted as over budget."""
+        lease.short_at = lowest(lease.short_at, page)
 
     def load(self, lease: Lease, upto: int | None = None) -> int:
         """Begin bringing what HOST has into DEVICE. Returns the page index that DEVICE will reach."""

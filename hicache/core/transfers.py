@@ -164,7 +164,7 @@ class Lease:
         spare_pins: sets whose pages were withdrawn from the tree while it may still read them.
         failed_at: lowest page index at which a transfer that it waited for failed, or None.
         failure: the reason of that.
-        short_at: lowest page index for which there were no slots, or None.
+        short_at: lowest page index for which there were no slots, or that was not worth bringing up; or None.
         closed: whether it was released.
         counts: what it was counted as, once closed.
     """
