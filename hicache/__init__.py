@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from hicache.runtime.cache import EmbeddedCache
     from hicache.runtime.closing import CloseReport
     from hicache.runtime.events import Gap, Subscription
+    from hicache.runtime.flight import FlightRecorder
     from hicache.runtime.opening import open_cache as open  # noqa: A004
     from hicache.runtime.options import PrefetchTimeout
     from hicache.runtime.queues import Bound
@@ -68,6 +69,7 @@ __all__ = [
     "EdgePolicy",
     "EmbeddedCache",
     "Event",
+    "FlightRecorder",
     "Gap",
     "GeometryError",
     "HicacheError",
@@ -130,6 +132,7 @@ _HOMES = {
     "hicache.runtime.cache": ("EmbeddedCache",),
     "hicache.runtime.closing": ("CloseReport",),
     "hicache.runtime.events": ("Gap", "Subscription"),
+    "hicache.runtime.flight": ("FlightRecorder",),
     "hicache.runtime.opening": ("open",),
     "hicache.runtime.options": ("PrefetchTimeout",),
     "hicache.runtime.queues": ("Bound",),

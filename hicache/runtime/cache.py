@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import warnings
 from collections.abc import Iterable
+from pathlib import Path
 from types import TracebackType
 
 from hicache.core.identity import Adapter
@@ -56,6 +58,7 @@ class EmbeddedCache:
         self._loader = parts.loader
         self._now = parts.clock.now
         self._stores = parts.storage is not None
+        self._hashes = self._stores or parts.flight is not None  # recordings have hashes, no tokens
         self._extras = parts.options.extras
         self._width = parts.width
         self._ledger = Ledger()
@@ -255,6 +258,18 @@ class EmbeddedCache:
             self._reducer.settle()
             self._core.check()
 
+    def dump_recording(self, path: str | os.PathLike[str]) -> None:
+        """Write what the flight recorder has into one file, for `hicache replay`. The file is replaced.
+
+        Raises:
+            ConfigError: the cache was opened without `flight_recorder`, or the file cannot be written.
+            CacheClosed: the cache is closed.
+        """
+        self.check_open()
+        if self.parts.flight is None:
+            raise ConfigError("nothing was recorded: open the cache with flight_recorder=True or a folder")
+        self.parts.flight.dump(Path(path))
+
     # ---- closing
 
     def close(self, deadline: float = 5.0) -> CloseReport:
@@ -292,6 +307,8 @@ class EmbeddedCache:
             reducer.closed = _CLOSED
             reducer.changed.notify_all()
         abandoned, stuck = take_apart(self.parts, self._pump, end=end)
+        if self.parts.flight is not None:
+            self.parts.flight.close()
         return CloseReport(complete, abandoned, len(leases), stuck)
 
     # ---- for requests
@@ -302,8 +319,8 @@ class EmbeddedCache:
             raise CacheClosed(self._refusal)
 
     def prepare(self, prompt: Prompt) -> None:
-        """Hash a prompt where storage will ask for it, before the lock is taken."""
-        if self._stores:
+        """Hash a prompt where storage or the flight recorder will ask for it, before the lock is taken."""
+        if self._hashes:
             prompt.hashes(0, prompt.pages)
 
     def bypasses(self, lease: Lease) -> bool:

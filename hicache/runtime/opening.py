@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -11,6 +12,7 @@ from hicache.core.cache import Core
 from hicache.core.config import CoreConfig
 from hicache.core.identity import Namespace
 from hicache.core.partition import ShardPlan, plan_shards
+from hicache.core.recorder import RecordedCore
 from hicache.core.symbols import EXTRAS_SIZE, TOKEN_SIZE
 from hicache.errors import ConfigError, NamespaceError
 from hicache.memory.base import HostPool
@@ -18,6 +20,8 @@ from hicache.runtime.absent import AbsentPages
 from hicache.runtime.cache import EmbeddedCache
 from hicache.runtime.events import Publisher
 from hicache.runtime.executor import Executor
+from hicache.runtime.flight import Flight, FlightRecorder
+from hicache.runtime.flight import flight_recorder as read_flight_recorder
 from hicache.runtime.loading import Loader
 from hicache.runtime.objects import PageObjects
 from hicache.runtime.options import Options, PrefetchTimeout, WritePolicy, prefetch_timeout, write_policies
@@ -41,6 +45,7 @@ def open_cache(
     prefetch_timeout: PrefetchTimeout | float = PrefetchTimeout(),  # noqa: B008  frozen
     bytes: bool = True,  # noqa: A002  the word that users know
     clock: Clock | None = None,
+    flight_recorder: FlightRecorder | bool | str | os.PathLike[str] | None = None,
     **options: Any,
 ) -> EmbeddedCache:
     """Open a cache for one model.
@@ -57,6 +62,8 @@ def open_cache(
         prefetch_timeout: a `PrefetchTimeout`, or seconds.
         bytes: False makes pools that hold no bytes, for simulation.
         clock: a monotonic clock.
+        flight_recorder: True records what leads to a failure in memory, a folder in files there that outlive the
+            process; `hicache replay` repeats it. A `FlightRecorder` sets more. None does not record.
         options: fields of `Options`: `eviction`, `prefetch`, `prefetch_threshold`, `extras`, `events`, ...
 
     Returns:
@@ -69,6 +76,7 @@ def open_cache(
     """
     if not isinstance(namespace, Namespace):
         raise NamespaceError(f"namespace must be a Namespace, not {type(namespace).__name__}")
+    options["flight_recorder"] = read_flight_recorder(flight_recorder)
     settings = _settings(options, write_policy, prefetch_timeout)
     if storage is not None and not bytes:
         raise ConfigError("storage keeps bytes, but bytes=False makes pools without any: leave one of them out")
@@ -140,9 +148,10 @@ def _wire(
     undo: ExitStack,
 ) -> EmbeddedCache:
     publisher = Publisher()
-    core = Core(config)
+    flight, core = _core(config, options, undo)
     flushes = options.device_to_host.on_eviction or options.host_to_storage.on_eviction
-    reducer = Reducer(core, wait=waiter(clock), publish=publisher.publish, flushes=flushes)
+    failed = None if flight is None else flight.failed
+    reducer = Reducer(core, wait=waiter(clock), publish=publisher.publish, flushes=flushes, failed=failed)
     width = TOKEN_SIZE * namespace.page_size + (EXTRAS_SIZE if options.extras else 0)
     storage = None
     warnings: tuple[str, ...] = ()
@@ -178,9 +187,19 @@ def _wire(
         loader=loader,
         publisher=publisher,
         width=width,
+        flight=flight,
         warnings=warnings,
     )
     return EmbeddedCache(parts)
+
+
+def _core(config: CoreConfig, options: Options, undo: ExitStack) -> tuple[Flight | None, Core]:
+    if options.flight_recorder is None:
+        return None, Core(config)
+    flight = Flight(options.flight_recorder)
+    undo.callback(flight.close)
+    size = options.flight_recorder.segment_bytes
+    return flight, RecordedCore(config, flight, segment_bytes=size, on_failure=flight.failed)
 
 
 def _storage_io(plan: ShardPlan, options: Options, host: HostPool, backend: StorageBackend, clock: Clock) -> StorageIO:

@@ -9,6 +9,7 @@ from typing import Final
 
 from hicache.core.config import WRITE_POLICIES, EdgePolicy
 from hicache.errors import ConfigError
+from hicache.runtime.flight import FlightRecorder
 from hicache.runtime.queues import Bound
 from hicache.units import format_size, parse_size
 
@@ -66,6 +67,7 @@ class Options:
         reserve: share of a tier's pages kept free or clean where a policy writes on eviction.
         stub_pages: pages known only to be in storage that are remembered.
         ghost_pages: hashes of pages gone that are remembered, for miss reasons.
+        flight_recorder: how what the core is asked is recorded; None does not record.
         background: whether threads do the storage work, and apply what has ended while no caller comes by. False is
             for tests that decide what happens when: then only `EmbeddedCache.parts` does any of it, when it is told.
     """
@@ -90,6 +92,7 @@ class Options:
     reserve: float = 1 / 16
     stub_pages: int = 262_144
     ghost_pages: int = 65_536
+    flight_recorder: FlightRecorder | None = None
     background: bool = True
 
     def __post_init__(self) -> None:

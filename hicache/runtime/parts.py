@@ -9,6 +9,7 @@ from hicache.core.cache import Core
 from hicache.core.identity import Namespace
 from hicache.runtime.events import Publisher
 from hicache.runtime.executor import Executor
+from hicache.runtime.flight import Flight
 from hicache.runtime.loading import Loader
 from hicache.runtime.options import Options
 from hicache.runtime.pools import Pools
@@ -37,6 +38,7 @@ class Parts:
         loader: prefetches and loads.
         publisher: hands events out.
         width: bytes of a page's symbol.
+        flight: the flight recorder; None without one.
         warnings: what works with these settings but will cost, in words.
     """
 
@@ -54,4 +56,5 @@ class Parts:
     loader: Loader
     publisher: Publisher
     width: int
+    flight: Flight | None = None
     warnings: tuple[str, ...] = ()

@@ -33,6 +33,7 @@ class Reducer:
         wait: how to wait on a condition.
         publish: takes residency events, under the lock.
         flushes: whether a write policy writes on eviction, so that the clean reserve needs keeping.
+        failed: told of each exception that was caught where nobody could handle it, under the lock.
 
     Attributes:
         lock: around every use of `core`; held for about a millisecond at most.
@@ -46,7 +47,13 @@ class Reducer:
     """
 
     def __init__(
-        self, core: Core, *, wait: Wait, publish: Callable[[Sequence[Event]], None], flushes: bool = False
+        self,
+        core: Core,
+        *,
+        wait: Wait,
+        publish: Callable[[Sequence[Event]], None],
+        flushes: bool = False,
+        failed: Callable[[Exception], None] | None = None,
     ) -> None:
         self.core = core
         self.lock = threading.Lock()
@@ -60,6 +67,7 @@ class Reducer:
         self.flushes = flushes
         self._wait = wait
         self._publish = publish
+        self._failed = failed
         self._inbox: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
         # The core fills these and never replaces them; they are looked at in every verb.
         self._actions, self._finished, self._events = core.actions, core.finished, core.events
@@ -139,10 +147,12 @@ class Reducer:
     def _guarded(self, call: Callable[..., object], args: tuple[Any, ...]) -> None:
         try:
             call(*args)
-        except Exception:
+        except Exception as error:
             # It belongs to a transfer, not to whoever holds the lock right now: he must not fail because of it.
             self.internal_errors += 1
             _log.exception("an internal error; please report it")
+            if self._failed is not None:
+                self._failed(error)
 
 
 class Pump:
