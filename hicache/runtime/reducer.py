@@ -91,12 +91,15 @@ class Reducer:
     def settle(self) -> None:
         """Apply what was posted, start what the core wants done, wake who waits. The lock is held."""
         inbox, actions, finished, events = self._inbox, self._actions, self._finished, self._events
+        flushes = self.flushes
         while inbox or actions:
             if inbox:
                 while inbox:
                     call, args = inbox.popleft()
                     self._guarded(call, args)
-                if self.flushes:
+                if flushes:
+                    # Once: what a full queue turns away has ended at once, and would be planned again without end.
+                    flushes = False
                     self._guarded(self.core.flush, ())
             while actions:
                 transfer = actions.popleft()
