@@ -35,6 +35,10 @@ if TYPE_CHECKING:
     from hicache.core.node import Node, Path
 
 
+FORGET_NODES = 1024
+"""Nodes whose beliefs are dropped in one step; well under a millisecond."""
+
+
 class Core:
     """All trees and slots of one cache. Not thread-safe: the caller holds one lock around every call.
 
@@ -96,7 +100,7 @@ class Core:
         if not self.config.host_pages:
             return Match(device)
         host = max(device, HiRadixTree.resident_pages(path, HOST))
-        stored = max(host, HiRadixTree.believed_pages(path)) if self.config.storage else host
+        stored = max(host, HiRadixTree.believed_pages(path)) if self.registry.stores else host
         return Match(device, host - device, stored - host)
 
     # ---- requests
@@ -129,7 +133,7 @@ class Core:
             on_host = min(on_host, limit)
             lease.pins[HOST] = self._copies.pin(HOST, tree, held[:on_host])
             host = max(lease.device, on_host)
-            stored = max(host, min(limit, HiRadixTree.believed_pages(path)))
+            stored = max(host, min(limit, HiRadixTree.believed_pages(path))) if registry.stores else host
             lease.match = Match(lease.device, host - lease.device, stored - host)
         else:
             lease.match = Match(lease.device)
@@ -265,7 +269,7 @@ class Core:
 
         `now` is any monotonic clock in seconds. Returns the pages of the TOUCH begun.
         """
-        if self.config.touch_seconds is None or not self.config.storage or not lease.tree.live:
+        if self.config.touch_seconds is None or not self.registry.stores or not lease.tree.live:
             return 0
         return self._writer.touch(lease.tree, lease.prompt, now)
 
@@ -330,13 +334,21 @@ class Core:
         """Begin writing down what is dirty, root first; 0 when a whole pass found nothing to begin."""
         return self._writer.drain(self.trees, limit)
 
-    def clear(self, tree: HiRadixTree) -> HiRadixTree:
+    def clear(self, tree: HiRadixTree, generation: int | None = None) -> HiRadixTree:
         """End a tree and begin its namespace's next generation, in O(1) but for transfers that wait.
 
         Its slots are freed in slices by `sweep`. Leases on it keep what they have, and publish nothing any more.
+        `generation` is the new one where others have raised it; by default it is the next number.
+
+        Raises:
+            InvalidInput: a generation that is not higher than the tree's.
         """
         if not tree.live:
             return self._trees[tree.namespace]
+        if generation is None:
+            generation = tree.generation + 1
+        if generation <= tree.generation:
+            raise InvalidInput(f"clear: generation {generation} is not above {tree.generation}, which is current")
         tree.live = False
         self.registry.drop_stubs(tree)
         self._room.bury(tree)
@@ -345,7 +357,36 @@ class Core:
         if self.config.events:
             self.registry.events.append(Cleared(tree.namespace, tree.generation))
         del self._trees[tree.namespace]
-        return self.tree(tree.namespace, width=tree.width, hasher=tree.hasher, generation=tree.generation + 1)
+        return self.tree(tree.namespace, width=tree.width, hasher=tree.hasher, generation=generation)
+
+    def detach_storage(self) -> None:
+        """There is no STORAGE from now on: nothing is fetched, put or touched, and no match finds anything there.
+
+        Transfers that are open keep their slots until they are completed, and publish nothing of STORAGE any more;
+        nobody waits for them. What is believed is dropped in slices by `forget_storage`.
+        """
+        if not self.registry.stores:
+            return
+        self.registry.stores = False
+        self.registry.forgetting = (0, False)
+        self.registry.tables[HOST].stored[:] = False
+        self.log.orphan()
+
+    def forget_storage(self, nodes: int = FORGET_NODES) -> bool:
+        """Drop beliefs about the STORAGE that was detached, in about so many nodes. Returns whether any may be left."""
+        return self._copies.forget_beliefs(nodes)
+
+    def attach_storage(self) -> None:
+        """There is a STORAGE again, of which nothing is known.
+
+        Raises:
+            InvalidInput: the core was made without one, or beliefs about the last one are left.
+        """
+        if not self.config.storage:
+            raise InvalidInput("attach: the cache was made without a storage tier")
+        if self.registry.forgetting is not None:
+            raise InvalidInput("attach: what is believed of the storage before is not forgotten yet")
+        self.registry.stores = True
 
     def sweep(self, pages: int = SWEEP_PAGES) -> int:
         """Free cleared slots, about `pages` of them. Returns how many are left."""

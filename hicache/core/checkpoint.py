@@ -85,6 +85,8 @@ class Taker:
             config=core.config,
             registry={
                 "tick": registry.tick,
+                "stores": registry.stores,
+                "forgetting": registry.forgetting,
                 "evicted": registry.evicted,
                 "dropped_dirty": registry.dropped_dirty,
                 "free_ids": registry.free_ids,
@@ -180,6 +182,7 @@ class Taker:
             "prompt": None if prompt is None else b"".join(prompt.hashes(0, prompt.pages)),
             "completed": transfer.completed,
             "cancelled": transfer.cancelled,
+            "orphaned": transfer.orphaned,
             "interest": [self._leases[lease] for lease in transfer.interest],
             "pins": [self._pin(pins) for pins in transfer.pins],
         }
@@ -273,6 +276,8 @@ class Maker:
     def _fill_registry(self, row: dict[str, Any]) -> None:
         registry = self.core.registry
         registry.tick = row["tick"]
+        registry.stores = row["stores"]
+        registry.forgetting = None if row["forgetting"] is None else tuple(row["forgetting"])
         registry.evicted, registry.dropped_dirty = list(row["evicted"]), list(row["dropped_dirty"])
         registry.free_ids[:] = row["free_ids"]
         registry.living = len(self._nodes)
@@ -324,6 +329,7 @@ class Maker:
             prompt=None if row["prompt"] is None else self.prompt(tree, row["prompt"]),
         )
         transfer.completed, transfer.cancelled = row["completed"], row["cancelled"]
+        transfer.orphaned = row["orphaned"]
         transfer.interest = {self.leases[number]: None for number in row["interest"]}
         return transfer
 

@@ -357,6 +357,29 @@ class Copies:
         for tier in (DEVICE, HOST):
             registry.candidates[tier].refile(node)
 
+    def forget_beliefs(self, nodes: int) -> bool:
+        """After a detach: believe nothing of the next `nodes` nodes. Returns whether any may be left.
+
+        Nodes split and get new places meanwhile, so only a whole pass that found nothing is the end.
+        """
+        registry = self.registry
+        if registry.forgetting is None:
+            return False
+        at, found = registry.forgetting
+        end = min(at + nodes, len(registry.nodes))
+        while at < end:
+            node = registry.nodes[at]
+            at += 1
+            if node is not None and node.believed and node.tree.live:
+                found = True
+                self.set_belief(node, 0)
+                node.tree.trim(node, MissReason.COLD)
+        if at < len(registry.nodes):
+            registry.forgetting = (at, found)
+        else:
+            registry.forgetting = (0, False) if found else None
+        return registry.forgetting is not None
+
     # ---- events
 
     def tell_stored(self, tier: Tier, node: Node, first: int, end: int) -> None:

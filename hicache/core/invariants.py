@@ -51,10 +51,15 @@ def check(copies: Copies, log: TransferLog, room: Room, trees: Iterable[HiRadixT
         flying = {
             page.hash
             for transfer in log.open.values()
-            if transfer.kind is TransferKind.PUT and transfer.tree is tree and not transfer.completed
+            if transfer.kind is TransferKind.PUT and transfer.tree is tree
+            if not transfer.completed and not transfer.orphaned
             for page in transfer.pages
         }
         _must(tree.putting == flying, "puts in flight differ from what the tree says")
+    if not registry.stores:
+        _must(not registry.tables[HOST].stored.any(), "pages count as stored, and there is no storage")
+        believed = any(node.believed for node in nodes)
+        _must(registry.forgetting is not None or not believed, "beliefs about a storage that was detached are left")
 
 
 def preorder(tree: HiRadixTree) -> Iterator[Node]:

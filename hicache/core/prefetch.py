@@ -31,7 +31,7 @@ class Loader:
         """Storage was asked: the lease's pages behind what it matched, up to page index `upto`, are there."""
         tree, match = lease.tree, lease.match
         upto = min(upto, lease.limit)
-        if lease.closed or not tree.live or upto <= match.pages:
+        if lease.closed or not tree.live or upto <= match.pages or not self._registry.stores:
             return
         lease.match = Match(match.device, match.host, upto - match.device - match.host)
         path = tree.walk(lease.prompt, upto)
@@ -64,7 +64,7 @@ class Loader:
         """
         tree, prompt = lease.tree, lease.prompt
         goal = min(lease.match.pages if upto is None else upto, lease.limit)
-        if lease.closed or not tree.live or not self._registry.config.storage:
+        if lease.closed or not tree.live or not self._registry.stores:
             return lease.device
         path = tree.walk(prompt, goal)
         device, on_device = tree.held(path, DEVICE)

@@ -13,7 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 import msgspec
 
 from hicache.core import checkpoint
-from hicache.core.cache import Core
+from hicache.core.cache import FORGET_NODES, Core
 from hicache.core.config import CoreConfig
 from hicache.core.prompt import Hasher, Prompt
 from hicache.core.reasons import RequestCounts
@@ -210,12 +210,27 @@ class RecordedCore(Core):
         self.note("drain", limit)
         return self._act(super().drain, limit)
 
-    def clear(self, tree: HiRadixTree) -> HiRadixTree:
+    def clear(self, tree: HiRadixTree, generation: int | None = None) -> HiRadixTree:
         """See `Core.clear`."""
-        self.note("clear", self._trees_by[tree])
-        after = self._act(super().clear, tree)
+        self.note("clear", self._trees_by[tree], generation)
+        after = self._act(super().clear, tree, generation)
         self._enter(after)
         return after
+
+    def detach_storage(self) -> None:
+        """See `Core.detach_storage`."""
+        self.note("detach_storage")
+        self._act(super().detach_storage)
+
+    def forget_storage(self, nodes: int = FORGET_NODES) -> bool:
+        """See `Core.forget_storage`."""
+        self.note("forget_storage", nodes)
+        return self._act(super().forget_storage, nodes)
+
+    def attach_storage(self) -> None:
+        """See `Core.attach_storage`."""
+        self.note("attach_storage")
+        self._act(super().attach_storage)
 
     def sweep(self, pages: int = 8192) -> int:
         """See `Core.sweep`."""

@@ -32,6 +32,9 @@ class Registry:
         tick: the core's own clock: it counts uses, not time.
         events: residency events since they were last taken.
         stub_pages: pages in all live trees that only STORAGE is believed to have.
+        stores: whether STORAGE is attached now; never without `config.storage`.
+        forgetting: after a detach, the next node whose belief is to be dropped, and whether this pass found any;
+            None when nothing is left.
         living: nodes registered now, roots and unswept ones included.
         evicted, dropped_dirty: pages evicted per owned tier; of those, pages that left no copy below.
     """
@@ -45,11 +48,13 @@ class Registry:
         "dropped_dirty",
         "events",
         "evicted",
+        "forgetting",
         "free_ids",
         "ghosts",
         "living",
         "nodes",
         "policy",
+        "stores",
         "stub_pages",
         "tables",
         "tick",
@@ -69,6 +74,8 @@ class Registry:
         self.tick = 0
         self.events: list[Event] = []
         self.stub_pages = 0
+        self.stores = config.storage
+        self.forgetting: tuple[int, bool] | None = None
         self.living = 0
         self.evicted = [0, 0]
         self.dropped_dirty = [0, 0]

@@ -140,13 +140,22 @@ class Replayer:
     def _drain(self, limit: int) -> None:
         self.core.drain(limit)
 
-    def _clear(self, number: int) -> None:
+    def _clear(self, number: int, generation: int | None) -> None:
         tree = self._trees[number]
-        after = self.core.clear(tree)
+        after = self.core.clear(tree, generation)
         if after not in self._trees.values():
             after.span_pages = tree.span_pages
             self._trees[self._next_tree] = after
             self._next_tree += 1
+
+    def _detach_storage(self) -> None:
+        self.core.detach_storage()
+
+    def _forget_storage(self, nodes: int) -> None:
+        self.core.forget_storage(nodes)
+
+    def _attach_storage(self) -> None:
+        self.core.attach_storage()
 
     def _sweep(self, pages: int) -> None:
         self.core.sweep(pages)

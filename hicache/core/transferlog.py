@@ -119,7 +119,9 @@ class TransferLog:
         self.pages[transfer.kind, True] += good
         self.pages[transfer.kind, False] += transfer.count - good
         filled: list[Node] = []
-        if transfer.kind is TransferKind.PUT:
+        if transfer.orphaned and transfer.kind is not TransferKind.FETCH:
+            pass  # another STORAGE may be attached by now, of which this says nothing
+        elif transfer.kind is TransferKind.PUT:
             self._put_ended(transfer, results)
         elif transfer.kind is TransferKind.TOUCH:
             filled = self._touch_ended(transfer, results)
@@ -177,17 +179,18 @@ class TransferLog:
             for lease in transfer.interest:
                 if lease.failed_at is None or transfer.first + bad < lease.failed_at:
                     lease.failed_at, lease.failure = transfer.first + bad, reason
-            if results[bad] in _AGAINST_SOURCE:
+            if results[bad] in _AGAINST_SOURCE and not transfer.orphaned:
                 self._blame_source(transfer, bad)
             self._cut_at(tier, int(slots[bad]), reason)
-        if transfer.kind is TransferKind.FETCH:
+        fetched = transfer.kind is TransferKind.FETCH and not transfer.orphaned
+        if fetched:
             table.stored[good[table.owner[good] >= 0]] = True
         filled = []
         for node in self._owners(tier, good):
             if not node.alive:
                 continue
             copies.publish(tier, node)
-            if transfer.kind is TransferKind.FETCH:
+            if fetched:
                 copies.raise_belief(node)
             filled.append(node)
         return filled
@@ -292,6 +295,26 @@ class TransferLog:
             if not transfer.interest and transfer.kind in (TransferKind.FETCH, TransferKind.LOAD):
                 self.cancel(transfer)
         lease.waiting.clear()
+        self.end_settled()
+
+    def orphan(self) -> None:
+        """STORAGE is detached: nobody waits for its transfers any more, and what they fill is cut where it may be.
+
+        They keep their slots and pins until their I/O has really ended, like any cancelled transfer.
+        """
+        for transfer in reversed(list(self.open.values())):  # later ones fill behind earlier ones
+            if Tier.STORAGE not in transfer.kind.value or transfer.completed:
+                continue
+            transfer.orphaned = True
+            if transfer.kind is TransferKind.PUT:
+                transfer.tree.putting.difference_update(page.hash for page in transfer.pages)
+            for lease in transfer.interest:
+                lease.waiting.discard(transfer.id)
+                if lease.failed_at is None or transfer.first < lease.failed_at:
+                    lease.failed_at, lease.failure = transfer.first, MissReason.FAILED
+            transfer.interest.clear()
+            if transfer.kind is TransferKind.FETCH:
+                self.cancel(transfer)
         self.end_settled()
 
     def cancel(self, transfer: Transfer) -> None:

@@ -94,6 +94,7 @@ class Transfer:
         prompt: for a TOUCH, the prompt whose pages it touches.
         completed: its I/O has ended.
         cancelled: nobody wants it any more. If it has not begun it may be completed as FAILED without any I/O.
+        orphaned: STORAGE was detached under it: how it ends says nothing about what is attached by then.
         interest: leases that wait for it, in order; a dict, so that every run does the same in the same order.
         pins: its pin sets.
     """
@@ -106,6 +107,7 @@ class Transfer:
         "id",
         "interest",
         "kind",
+        "orphaned",
         "pages",
         "pins",
         "prompt",
@@ -139,6 +141,7 @@ class Transfer:
         self.prompt = prompt
         self.completed = False
         self.cancelled = False
+        self.orphaned = False
         self.interest: dict[Lease, None] = {}
         self.pins = pins
 

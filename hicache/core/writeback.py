@@ -8,6 +8,7 @@ otherwise a HOST smaller than DEVICE would never come to rest.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import inf
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -47,7 +48,7 @@ class Writer:
         if not config.host_pages or not path:
             return
         # Puts first: making room for a write-back may change the nodes of the path.
-        if config.storage and config.host_to_storage.hits is not None:
+        if self._registry.stores and config.host_to_storage.hits is not None:
             self.put(_used_at_least(path, config.host_to_storage.hits))
         if config.device_to_host.hits is not None:
             self.back_up(_used_at_least(path, config.device_to_host.hits))
@@ -97,7 +98,7 @@ class Writer:
 
     def put(self, path: Path) -> int:
         """Put what HOST has along the path and STORAGE is not believed to have. Returns the pages begun."""
-        if not path:
+        if not path or not self._registry.stores:
             return 0
         tree = path[0][0].tree
         resident = tree.resident_pages(path, HOST)
@@ -158,10 +159,18 @@ class Writer:
         while path and path[-1][0].first >= pages:
             path.pop()
         interval = self._registry.config.touch_seconds
-        if not path or interval is None or now - path[-1][0].touched < interval:
+        if not path or interval is None:
+            return 0
+        due = False
+        for node, _ in path:
+            if node.touched == -inf:
+                node.touched = now  # its pages were put or read a moment ago: they are as new as a touch makes them
+            elif now - node.touched >= interval:
+                due = True
+        if not due:
             return 0
         for node, _ in path:
-            node.touched = now
+            node.touched = now  # all of it, so that no page becomes newer than the one in front of it
         identities = [identity for _, identity in self._identities(tree, path, 0, pages)]
         identities.reverse()
         self._log.begin(TransferKind.TOUCH, tree, first=0, pages=tuple(identities), pins=[], prompt=prompt)
@@ -181,7 +190,7 @@ class Writer:
         begun = 0
         if config.host_pages and config.device_to_host.on_eviction:
             begun += self._keep_reserve(DEVICE)
-        if config.storage and config.host_to_storage.on_eviction:
+        if self._registry.stores and config.host_to_storage.on_eviction:
             begun += self._keep_reserve(HOST)
         return begun
 
@@ -233,7 +242,7 @@ class Writer:
     def _write_down(self, node: Node) -> int:
         config = self._registry.config
         begun = 0
-        dirty = config.storage and node.resident[HOST] > node.believed
+        dirty = self._registry.stores and node.resident[HOST] > node.believed
         if dirty and _allowed(node, config.host_to_storage.hits):
             begun += self.put(node.tree.path_to(node))
         if node.resident[DEVICE] > len(node.slots[HOST]) and _allowed(node, config.device_to_host.hits):

@@ -115,6 +115,8 @@ class CoreDriver:
         ("match", 4),
         ("decode", 6),
         ("touch", 4),
+        ("detach_or_attach", 1),
+        ("forget", 2),
     )
     _WEIGHTED = tuple(name for name, weight in STEPS for _ in range(weight))
 
@@ -154,7 +156,8 @@ class CoreDriver:
                 seen[Tier(tier)].update(hashes[:resident])
             seen[Tier.STORAGE].update(hashes[: node.believed])
         acknowledged = self._acknowledged.get((tree.namespace, tree.generation), set())
-        assert seen[Tier.STORAGE] <= acknowledged, "believed to be stored, but storage never said so"
+        if self.core.registry.forgetting is None:
+            assert seen[Tier.STORAGE] <= acknowledged, "believed to be stored, but storage never said so"
         if self.core.config.events:
             for tier in Tier:
                 told = self._told.pages(tree.namespace, tier)
@@ -188,6 +191,7 @@ class CoreDriver:
         tree, prompt = self._prompt()
         limit = self._choices.integer(0, prompt.pages) if self._one_in(4) else None
         before = self.core.match(tree, prompt, limit)
+        assert self.core.registry.stores or not before.storage, "a match in a storage that is not there"
         lease = self.core.lease(tree, prompt, limit=limit, priority=self._choices.integer(0, 2))
         assert lease.match == before, "a lease found something else than the match before it"
         self._number += 1
@@ -289,7 +293,7 @@ class CoreDriver:
 
     def _bring_up(self, engine: ModelEngine) -> None:
         lease = engine.lease
-        if not self.core.config.storage:
+        if not self.core.registry.stores:
             self.core.load(lease)
             self._remember_reads(engine)
             return
@@ -346,8 +350,9 @@ class CoreDriver:
         if not self._one_in(4):
             return
         tree = self._tree(self._choices.integer(0, len(self._hashers) - 1))
-        after = self.core.clear(tree)
-        assert after.generation == tree.generation + 1
+        generation = tree.generation + self._choices.integer(1, 3) if self._one_in(2) else None
+        after = self.core.clear(tree, generation)
+        assert after.generation == (tree.generation + 1 if generation is None else generation)
         self._note("clear")
 
     def _lose_stored(self) -> None:
@@ -357,6 +362,29 @@ class CoreDriver:
             self._stored[key].discard(page)
             self._note("stored page lost")
 
+    def _detach_or_attach(self) -> None:
+        """The storage goes, or another and empty one comes. What is under way ends whenever it wants to."""
+        if not self.core.config.storage or not self._one_in(4):
+            return
+        if self.core.registry.stores:
+            self.core.detach_storage()
+            self._note("detached")
+            self._stored.clear()
+            self._acknowledged.clear()
+            self._putting.clear()
+            for running in self._running.values():
+                orphan = Tier.STORAGE in running.transfer.kind.value
+                assert running.transfer.orphaned == orphan, "a transfer of the storage that went was not told"
+            return
+        while self.core.forget_storage(self._choices.integer(1, 4)):
+            self._told.replay(self.core.events)
+            self.core.check()
+        self.core.attach_storage()
+        self._note("attached")
+
+    def _forget(self) -> None:
+        self.core.forget_storage(self._choices.integer(1, 4))
+
     # ---- transfers
 
     def _take_actions(self) -> None:
@@ -365,6 +393,7 @@ class CoreDriver:
             self._running[transfer.id] = RunningTransfer(transfer)
             self._note(transfer.kind.name)
             if transfer.kind is TransferKind.PUT:
+                assert self.core.registry.stores, "a put although there is no storage"
                 for page in transfer.pages:
                     key = (transfer.tree.namespace, transfer.tree.generation, tag(page.hash))
                     assert key not in self._putting, "two writers of one object"
@@ -437,6 +466,9 @@ class CoreDriver:
     def _put(self, transfer: Transfer, results: list[PageResult]) -> None:
         tags = self._source_tags(transfer)
         assert tags == [tag(page.hash) for page in transfer.pages], "a put read other bytes than its name says"
+        if transfer.orphaned:
+            self._settle(transfer, results)
+            return
         stored = self._stored.setdefault((transfer.tree.namespace, transfer.tree.generation), set())
         for page, result in zip(transfer.pages, results, strict=True):
             if result == PageResult.OK:
@@ -479,7 +511,7 @@ class CoreDriver:
         return tags
 
     def _settle(self, transfer: Transfer, results: list[PageResult]) -> None:
-        if transfer.kind is TransferKind.PUT:
+        if transfer.kind is TransferKind.PUT and not transfer.orphaned:
             for page in transfer.pages:
                 self._putting.discard((transfer.tree.namespace, transfer.tree.generation, tag(page.hash)))
         self.core.complete(transfer.id, results)

@@ -88,4 +88,6 @@ def test_the_driver_reaches_everything():
         "interest withdrawn",
         "out of slots",
         "stored page lost",
+        "detached",
+        "attached",
     }

@@ -192,14 +192,31 @@ def test_a_commit_whose_prefix_was_withdrawn_publishes_nothing():
 def test_a_path_is_touched_leaf_to_root_and_not_again_before_its_time():
     stage = Stage.filled(touch_seconds=60.0)
     lease = stage.lease("ABCD")
-    assert stage.core.touch(lease, 0.0) == 4
+    assert stage.core.touch(lease, 0.0) == 0  # it was put a moment ago
+    assert stage.core.touch(lease, 59.0) == 0
+    assert stage.core.touch(lease, 60.0) == 4
     (touch,) = stage.take(TransferKind.TOUCH)
     assert [page.depth for page in touch.pages] == [3, 2, 1, 0]
     stage.end(touch)
-    assert stage.core.touch(lease, 59.0) == 0
-    assert stage.core.touch(lease, 60.0) == 4
+    assert stage.core.touch(lease, 119.0) == 0
+    assert stage.core.touch(lease, 120.0) == 4
     stage.settle()
     stage.core.release(lease)
+    stage.at_rest()
+
+
+def test_a_longer_path_is_touched_as_a_whole_when_its_head_is_due_and_not_because_its_tail_is_new():
+    stage = Stage.filled(touch_seconds=60.0)
+    lease = stage.lease("ABCD")
+    stage.core.touch(lease, 0.0)
+    stage.core.release(lease)
+    stage.commit("ABCDEF")
+    stage.settle()
+    longer = stage.lease("ABCDEF")
+    assert stage.core.touch(longer, 59.0) == 0
+    assert stage.core.touch(longer, 60.0) == 6
+    stage.settle()
+    stage.core.release(longer)
     stage.at_rest()
 
 
@@ -210,6 +227,7 @@ def test_pages_that_storage_lost_are_put_again_from_above(above):
         stage.core.evict(HOST, 99)
     lease = stage.lease("ABCD")
     stage.core.touch(lease, 0.0)
+    stage.core.touch(lease, 60.0)
     stage.end(stage.take(TransferKind.TOUCH)[0], [OK, BAD, OK, OK])  # deepest first: C is gone
     tree = stage.tree()
     assert tree.believed_pages(tree.walk(stage.prompt("ABCD"))) == 2
@@ -227,6 +245,7 @@ def test_a_page_lost_everywhere_is_forgotten_by_a_touch():
         stage.core.evict(tier, 99)
     deep = stage.lease("ABCD")
     stage.core.touch(deep, 0.0)
+    stage.core.touch(deep, 60.0)
     stage.end(stage.take(TransferKind.TOUCH)[0], [BAD, BAD, OK, OK])
     assert stage.match("ABCD").pages == 2
     stage.core.release(deep)
