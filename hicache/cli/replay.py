@@ -1,4 +1,7 @@
-"""`hicache replay TRACE`: drive the real cache from a request trace and check what it gives back."""
+"""`hicache replay TRACE`: drive the real cache from a request trace and check what it gives back.
+
+`hicache replay RECORDING` repeats what a cache's flight recorder kept (see `recordings`).
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ if TYPE_CHECKING:
     from hicache.analytics.result import ReplayResult
     from hicache.analytics.run import ReplayOptions
 
-HELP = "drive the cache from a request trace, with every returned byte checked"
+HELP = "drive the cache from a request trace, with every returned byte checked, or repeat a flight recording"
 
 MOST_PAGE_BYTES = 2**30
 MOST_PAGE_TOKENS = 32_768  # their bytes have to fit into the header of a stored page
@@ -27,7 +30,7 @@ MOST_PAGE_TOKENS = 32_768  # their bytes have to fit into the header of a stored
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options; sizes: a plain number is pages, a number with a unit (64MiB, 2GiB) is bytes."""
-    parser.add_argument("trace", nargs="+", type=Path, metavar="TRACE", help="trace files, or folders of them")
+    parser.add_argument("trace", nargs="+", type=Path, metavar="TRACE", help="traces: files, folders; or a recording")
     parser.add_argument("--format", default="auto", help="mooncake, kv-cache-tester or auto (default: auto)")
     parser.add_argument(
         "--device", default="10000", metavar="SIZE", help='pages, bytes with a unit, or "unlimited" (default: 10000)'
@@ -72,8 +75,11 @@ def run(options: argparse.Namespace) -> int:
     """Replay, print, and return the exit code."""
     from hicache.analytics.run import replay
     from hicache.analytics.traces import open_trace
+    from hicache.cli import recordings
     from hicache.cli.main import EXIT_FINE, EXIT_INTERRUPTED, EXIT_USAGE, EXIT_WRONG
 
+    if recorded := recordings.find(options, _defaults()):
+        return recordings.run(recorded, as_json=options.json)
     wanted = read_options(options)
     trace = open_trace(options.trace, form=options.format, skip_bad=options.skip_bad)
     with _stop_on_interrupt() as stop, progress("replay") as show:
@@ -91,6 +97,12 @@ def run(options: argparse.Namespace) -> int:
     if result.bad_input:
         return EXIT_USAGE
     return EXIT_INTERRUPTED if result.interrupted else EXIT_FINE
+
+
+def _defaults() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args(["-"])
 
 
 def read_options(options: argparse.Namespace) -> ReplayOptions:

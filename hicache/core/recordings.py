@@ -25,6 +25,7 @@ HEAD: Final = struct.Struct("<II")
 """What is in front of a value: its length and its checksum."""
 
 _LENGTH = struct.Struct("<I")
+_NO_RECORDING = "this is no flight recording of hicache, or it is damaged"
 
 
 class Header(msgspec.Struct, kw_only=True):
@@ -109,6 +110,18 @@ def untorn(data: bytes) -> bytes:
     return data
 
 
+def first_header(data: bytes) -> Header:
+    """The header of the first segment.
+
+    Raises:
+        InvalidInput: this is no recording, one of another version, or a damaged one.
+    """
+    header = _header_at(data, 0)
+    if header is None:
+        raise InvalidInput(_NO_RECORDING)
+    return header
+
+
 def read_segments(data: bytes) -> Iterator[tuple[Header, Iterator[list[Any]]]]:
     """The segments of a recording, each with its inputs, which must be read before the next segment is.
 
@@ -125,7 +138,7 @@ def read_segments(data: bytes) -> Iterator[tuple[Header, Iterator[list[Any]]]]:
             break
         at = entries.at + HEAD.size
     if not data or any(data[at:]):
-        raise InvalidInput("this is no flight recording of hicache, or it is damaged")
+        raise InvalidInput(_NO_RECORDING)
 
 
 def _size_at(data: bytes | bytearray | memoryview, at: int) -> int:

@@ -40,11 +40,14 @@ class FlightRecorder:
         keep: recordings of processes that are gone that are left in the folder; older ones are removed at opening.
     """
 
-    folder: Path | None = None
+    folder: str | os.PathLike[str] | None = None
     segment_bytes: int = 8 << 20
     keep: int = 8
 
     def __post_init__(self) -> None:
+        folder: object = self.folder
+        if folder is not None and not (isinstance(folder, (str, os.PathLike)) and os.fspath(folder)):
+            raise ConfigError(f"flight_recorder.folder={folder!r:.60} is not a folder")
         for name, least in (("segment_bytes", LEAST_BYTES), ("keep", 0)):
             value = getattr(self, name)
             if type(value) is not int or not least <= value <= 2**31:
@@ -76,7 +79,7 @@ class Flight:
     """
 
     def __init__(self, settings: FlightRecorder) -> None:
-        self._folder = settings.folder
+        self._folder = None if settings.folder is None else Path(settings.folder)
         self._name = f"{os.getpid()}-{secrets.token_hex(4)}"
         self._kept: list[tuple[Path | None, bytearray | mmap.mmap]] = []
         self._number = 0

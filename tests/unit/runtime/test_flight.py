@@ -41,7 +41,9 @@ def test_what_is_no_setting_is_refused(given: object) -> None:
         flight_recorder(given)
 
 
-@pytest.mark.parametrize("fields", [{"segment_bytes": 100}, {"segment_bytes": 2.0}, {"keep": -1}, {"keep": True}])
+@pytest.mark.parametrize(
+    "fields", [{"segment_bytes": 100}, {"segment_bytes": 2.0}, {"keep": -1}, {"keep": True}, {"folder": 1}]
+)
 def test_bad_numbers_are_refused(fields: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match=next(iter(fields))):
         FlightRecorder(**fields)
