@@ -28,7 +28,7 @@ right = copies.Copies.raise_belief
 
 def wrong(self, node):
     right(self, node)
-    if node.believed == 13 and node.stamp > 100:
+    if node.believed >= 5 and node.stamp > 100:
         node.believed = node.pages + 1
 
 copies.Copies.raise_belief = wrong
@@ -48,7 +48,7 @@ engine = FakeEngine(cache)
 choice = random.Random(5)
 try:
     for _ in range(300):
-        engine.run(prompt(choice.randrange(9), choice.randrange(60)))
+        engine.run(prompt(choice.randrange(99), choice.randrange(60)))
         cache.check()
 except HicacheInternalError as error:
     print(cache.parts.core._inputs, error, flush=True)
@@ -65,7 +65,7 @@ with hicache.open(small_namespace(), device=40, host=40, storage="memory://", fl
     engine = FakeEngine(cache)
     choice = random.Random(int(sys.argv[3]))
     while True:
-        engine.run(prompt(choice.randrange(9), choice.randrange(60)))
+        engine.run(prompt(choice.randrange(99), choice.randrange(60)))
         print(end=".", flush=True)
 """
 
