@@ -109,7 +109,12 @@ class Core:
         """Pin what is usable of a prompt, at most its first `limit` pages, and mark it as used now.
 
         It walks anew, so it may find less than an earlier match. The caller owns the lease and must `release` it.
+
+        Raises:
+            InvalidInput: a priority that is no integer of 32 bits.
         """
+        if type(priority) is not int or not -(2**31) <= priority < 2**31:
+            raise InvalidInput(f"priority {priority!r:.40} is not an integer of -2^31 to 2^31-1")
         limit = prompt.pages if limit is None else max(0, min(limit, prompt.pages))
         lease = Lease(tree, prompt, limit, priority)
         self._leases.add(lease)

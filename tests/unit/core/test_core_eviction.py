@@ -192,6 +192,14 @@ def test_committing_pages_without_slots_is_refused():
         stage.core.allocate(lease, 1)
 
 
+@pytest.mark.parametrize("priority", ["x", None, 1.5, float("nan"), True, 2**31])
+def test_a_priority_that_cannot_be_compared_is_refused_before_anything_is_taken(priority):
+    stage = Stage(device=8)
+    with pytest.raises(InvalidInput, match="priority"):
+        stage.lease("AB", priority=priority)
+    stage.at_rest()
+
+
 def test_a_longer_prompt_must_begin_with_the_old_one():
     stage = Stage()
     lease = stage.lease("AB")
