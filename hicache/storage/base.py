@@ -132,6 +132,7 @@ class StorageStatistics:
         evicted: objects removed to keep the capacity.
         by_reason: counts of results that were not OK, by reason.
         ready: False while an index is still being rebuilt.
+        ttl: seconds after its last use for which an object is kept; None = for ever, or it is not known.
         breakers: the breakers around the backend, if it has any.
         retried: objects whose transfer was repeated, once for each repeat; `recovered`: those that were then OK.
     """
@@ -147,6 +148,7 @@ class StorageStatistics:
     evicted: int = 0
     by_reason: dict[str, int] = field(default_factory=dict)
     ready: bool = True
+    ttl: float | None = None
     breakers: tuple[BreakerStatistics, ...] = ()
     retried: int = 0
     recovered: int = 0
@@ -184,7 +186,7 @@ class StorageBackend(ABC):
 
     @abstractmethod
     def touch(self, keys: Sequence[ObjectKey]) -> list[bool]:
-        """Mark as used now, the last key newest. False where the object is absent."""
+        """Mark as used now, the last key newest. False where the object is absent; an exception where none can tell."""
 
     @abstractmethod
     def delete(self, keys: Sequence[ObjectKey]) -> list[bool]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
-from hicache.errors import ConfigError, HicacheError
+from hicache.errors import ConfigError, HicacheError, StorageUnavailable
 from hicache.storage.base import (
     BreakerState,
     BreakerStatistics,
@@ -201,8 +201,9 @@ class BreakerBackend(WrapperBackend):
 
     Reads (`get_into`, `contains`) and writes (`put`, `touch`, `delete`) have a breaker each. It opens after so many
     calls in a row that raised, timed out, broke the contract, or failed every key for a reason that tells about the
-    backend. While it is open, transfers are FAILED ("breaker_open") and other answers False. After an interval one
-    call at a time is let through; one that works closes it. `generation`, `clear` and what has no keys always pass.
+    backend. While it is open, transfers are FAILED ("breaker_open"), `touch` raises, other answers are False. After
+    an interval one call at a time is let through; one that works closes it. `generation`, `clear` and what has no keys
+    always pass.
 
     Thread-safe, without threads or waits of its own.
 
@@ -235,7 +236,7 @@ class BreakerBackend(WrapperBackend):
 
     def touch(self, keys: Sequence[ObjectKey]) -> list[bool]:
         """See `StorageBackend`."""
-        return self._look_up(self.writes, len(keys), lambda: self.inner.touch(keys))
+        return self._look_up(self.writes, len(keys), lambda: self.inner.touch(keys), refuse=_cannot_tell)
 
     def delete(self, keys: Sequence[ObjectKey]) -> list[bool]:
         """See `StorageBackend`."""
@@ -253,27 +254,33 @@ class BreakerBackend(WrapperBackend):
     def _transfer(self, breaker: Breaker, count: int, call: Callable[[], list[ObjectResult]]) -> list[ObjectResult]:
         if count == 0:
             return []
-        refused = [ObjectResult(ObjectStatus.FAILED, OPEN_REASON)] * count
-        return self._guarded(breaker, count, call, refused, judge=_trouble, proof=True)
+        return self._guarded(breaker, count, call, _refused, judge=_trouble, proof=True)
 
-    def _look_up(self, breaker: Breaker, count: int, call: Callable[[], list[bool]]) -> list[bool]:
+    def _look_up(
+        self,
+        breaker: Breaker,
+        count: int,
+        call: Callable[[], list[bool]],
+        *,
+        refuse: Callable[[int], list[bool]] = lambda count: [False] * count,
+    ) -> list[bool]:
         if count == 0:
             return []
-        return self._guarded(breaker, count, call, [False] * count, judge=_shape, proof=False)
+        return self._guarded(breaker, count, call, refuse, judge=_shape, proof=False)
 
     def _guarded(
         self,
         breaker: Breaker,
         count: int,
         call: Callable[[], list[T]],
-        refused: list[T],
+        refuse: Callable[[int], list[T]],
         *,
         judge: Callable[[object, int], str],
         proof: bool,
     ) -> list[T]:
         ticket = breaker.begin(count)
         if ticket is None:
-            return refused
+            return refuse(count)
         reason = "interrupted"
         try:
             answer = call()
@@ -284,6 +291,14 @@ class BreakerBackend(WrapperBackend):
         finally:
             breaker.end(ticket, reason, proof=proof)
         return answer
+
+
+def _refused(count: int) -> list[ObjectResult]:
+    return [ObjectResult(ObjectStatus.FAILED, OPEN_REASON)] * count
+
+
+def _cannot_tell(count: int) -> list[bool]:
+    raise StorageUnavailable(f"{count} objects were not touched: {OPEN_REASON}")
 
 
 def _shape(answer: object, count: int) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from importlib.metadata import EntryPoint, entry_points
 from typing import Final
 
@@ -38,9 +39,7 @@ def open_storage(url: str, *, retry: RetryPolicy | None = None, breaker: Breaker
         BackendUnavailableError: nothing here serves the scheme, or what should does not load.
         ConfigError: the URL is malformed, or the place it names cannot work.
     """
-    parsed = StorageUrl.parse(url)
-    backend_class = load_backend(parsed.scheme)
-    return _wrapped(backend_class.from_url(parsed), retry, breaker)
+    return _opened(url, retry, breaker, time.monotonic)
 
 
 def installed_schemes() -> list[str]:
@@ -132,7 +131,11 @@ def _accepts(candidate: type[StorageBackend], name: str) -> bool:
 
 
 def configured(
-    backend: StorageBackend | str, *, retry: RetryPolicy | None = None, breaker: BreakerPolicy | None = None
+    backend: StorageBackend | str,
+    *,
+    retry: RetryPolicy | None = None,
+    breaker: BreakerPolicy | None = None,
+    now: Callable[[], float] = time.monotonic,
 ) -> StorageBackend:
     """A backend from what a caller gave: a URL is opened; an object is guarded, and stays its owner's to close.
 
@@ -140,24 +143,34 @@ def configured(
         backend: a URL or a backend.
         retry: as for `open_storage`; not for an object that is measured already.
         breaker: likewise.
+        now: the breakers' clock, in seconds.
 
     Raises:
         ConfigError: neither a URL nor a backend, or one that has its wrappers already.
     """
     if isinstance(backend, str):
-        return open_storage(backend, retry=retry, breaker=breaker)
+        return _opened(backend, retry, breaker, now)
     if not isinstance(backend, StorageBackend):
         raise ConfigError(f"storage must be a URL or a StorageBackend, not {type(backend).__name__}")
     if not isinstance(backend, MeteredBackend):
-        return _wrapped(backend, retry, breaker)
+        return _wrapped(backend, retry, breaker, now)
     if retry is not None or breaker is not None:
         raise ConfigError("storage is wrapped already: give retry and breaker where it is opened, or a bare backend")
     return backend
 
 
-def _wrapped(backend: StorageBackend, retry: RetryPolicy | None, breaker: BreakerPolicy | None) -> MeteredBackend:
+def _opened(
+    url: str, retry: RetryPolicy | None, breaker: BreakerPolicy | None, now: Callable[[], float]
+) -> MeteredBackend:
+    parsed = StorageUrl.parse(url)
+    return _wrapped(load_backend(parsed.scheme).from_url(parsed), retry, breaker, now)
+
+
+def _wrapped(
+    backend: StorageBackend, retry: RetryPolicy | None, breaker: BreakerPolicy | None, now: Callable[[], float]
+) -> MeteredBackend:
     if breaker is not None:
-        backend = BreakerBackend(backend, breaker)
+        backend = BreakerBackend(backend, breaker, now=now)
     if retry is not None:
         backend = RetryingBackend(backend, retry)
     return MeteredBackend(GuardedBackend(backend))

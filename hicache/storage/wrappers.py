@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
+from hicache.errors import StorageError
 from hicache.storage.base import (
     Manifests,
     ObjectKey,
@@ -94,7 +95,7 @@ class GuardedBackend(WrapperBackend):
 
     What a backend gets wrong as a whole (too many, too few, no list, an exception) says nothing about any key, so
     each of its keys is FAILED; what it gets wrong for one key ("contract") fails that key alone. Exceptions of
-    `generation` and `clear` pass: their callers must know.
+    `generation` and `clear` pass, and `touch` raises where it failed as a whole: their callers must know.
     """
 
     def get_into(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[ObjectResult]:
@@ -116,8 +117,15 @@ class GuardedBackend(WrapperBackend):
         return self._answers(len(keys), lambda: self.inner.contains(keys, stop_at_first_miss=stop_at_first_miss))
 
     def touch(self, keys: Sequence[ObjectKey]) -> list[bool]:
-        """See `StorageBackend`; never raises."""
-        return self._answers(len(keys), lambda: self.inner.touch(keys))
+        """See `StorageBackend`.
+
+        Raises:
+            StorageError: the backend failed; False for all would take beliefs away that are right.
+        """
+        answer, reason = _call(len(keys), lambda: self.inner.touch(keys))
+        if answer is None:
+            raise StorageError(f"touch: {reason}")
+        return [item is True for item in answer]
 
     def delete(self, keys: Sequence[ObjectKey]) -> list[bool]:
         """See `StorageBackend`; never raises."""
