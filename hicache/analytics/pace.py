@@ -78,7 +78,7 @@ class Pace:
         if self._first is None:
             self._first = at
         due = self._started + (at - self._first) / speed
-        self._stop.wait(max(0.0, due - time.monotonic()))
+        self._stop.wait(min(max(0.0, due - time.monotonic()), threading.TIMEOUT_MAX))
 
 
 def wait_until_quiet(cache: hicache.EmbeddedCache, seconds: float) -> bool:

@@ -19,6 +19,7 @@ from hicache.analytics.result import ReplayResult
 from hicache.analytics.trace import TraceRequest
 from hicache.analytics.traces import Trace
 from hicache.core.eviction import policy_named
+from hicache.core.residency import SLOT_BYTES
 from hicache.core.symbols import MAX_PAGE_SIZE
 from hicache.errors import ConfigError, HicacheInternalError, InvalidInput
 from hicache.memory.limits import check_memory
@@ -27,6 +28,7 @@ from hicache.runtime.options import PREFETCH_MODES, write_policies
 
 CLOSE_SECONDS = 120.0  # to write what is still queued at the end
 HURRIED_SECONDS = 5.0  # the same after an interrupt
+MANY_PAGES = 2**23  # whose tables alone are checked against the memory that there is
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,9 +126,9 @@ def replay(
 
 
 def _open(options: ReplayOptions) -> hicache.EmbeddedCache:
-    if options.page_bytes:
-        pages = (options.device_pages or 0) + options.host_pages
-        check_memory(pages * options.page_bytes, "device and host pools together")
+    pages = (options.device_pages or 0) + options.host_pages
+    if options.page_bytes or pages > MANY_PAGES:
+        check_memory(pages * (options.page_bytes + SLOT_BYTES), "device and host pools together")
     return hicache.open(
         options.namespace(),
         device=options.device_pages,

@@ -17,7 +17,9 @@ MAX_LINE = 64 * 2**20  # bytes; a line of a public trace has some 10 KiB, a long
 MAX_DOCUMENT = 512 * 2**20  # bytes; formats that are one JSON document are read whole
 ID_LIMIT = 2**32  # ids become tokens, and tokens are unsigned 32 bit
 
-Count = Annotated[int, msgspec.Meta(ge=0, lt=2**40)]
+MAX_TOKENS = 2**24  # of one request; far above any context length, and a few hundred MiB when ids become tokens
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, lt=1e12)]
 BlockIds = list[Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]]
 Ids = npt.NDArray[np.uint32]

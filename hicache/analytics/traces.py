@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -110,6 +111,9 @@ def _expand(path: Path) -> list[Path]:
 
 
 def _detect(path: Path, form: str) -> str:
+    if path.exists() and not path.is_file() and str(path) != os.devnull:
+        # Looking at the head of a pipe would take it away from the reader, and a device may have no end.
+        raise TraceError(f"{path}: this is no regular file; save the trace to a file and name that")
     with path.open("rb") as file:
         head = file.read(_HEAD)
     if not head.strip():

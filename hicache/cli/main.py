@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import importlib
 import os
 import sys
@@ -24,6 +25,7 @@ EXIT_WRONG = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 
+_UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG}
 _COMMANDS = {"replay": "hicache.cli.replay"}
 
 
@@ -44,14 +46,19 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line, the process's own if none is given, and return the exit code."""
+    _open_missing_streams()
     try:
         try:
             code = _dispatch(arguments)
             sys.stdout.flush()
         except BrokenPipeError:
-            # The reader has what it wanted. Python would try to flush again at exit, so there must be somewhere to.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _discard_output()  # the reader has what it wanted
             code = EXIT_FINE
+        except OSError as error:
+            if error.errno not in _UNWRITABLE or error.filename is not None:
+                raise
+            _discard_output()
+            code = _complain(f"the output cannot be written: {error.strerror}; make room there", code=EXIT_USAGE)
     except KeyboardInterrupt:
         code = _complain("interrupted", code=EXIT_INTERRUPTED)
     except HicacheInternalError as error:
@@ -73,6 +80,18 @@ def _dispatch(arguments: Sequence[str] | None) -> int:
         loaded[name].add_arguments(commands.add_parser(name, help=loaded[name].HELP, description=loaded[name].HELP))
     options = parser.parse_args(arguments)
     return loaded[options.command].run(options)
+
+
+def _open_missing_streams() -> None:
+    """Started with a closed stdout or stderr, Python has None there; who closed it wants to hear nothing."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  stays open
+
+
+def _discard_output() -> None:
+    # Python flushes once more at exit, so there must be somewhere to.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _complain(message: str, *, code: int) -> int:

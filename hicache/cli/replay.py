@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 HELP = "drive the cache from a request trace, with every returned byte checked, or repeat a flight recording"
 
 MOST_PAGE_BYTES = 2**30
+MOST_REQUESTS = 2**48
 MOST_PAGE_TOKENS = 32_768  # their bytes have to fit into the header of a stored page
 
 
@@ -199,6 +200,8 @@ def _speed(text: str) -> float | None:
 def _at_least(option: str, number: int | None) -> int | None:
     if number is not None and number < 0:
         raise ConfigError(f"{option} {number}: cannot be negative; leave it out for the whole trace")
+    if number is not None and number > MOST_REQUESTS:
+        raise ConfigError(f"{option} {number:.3g}: more than any trace has; leave it out for the whole trace")
     return number
 
 

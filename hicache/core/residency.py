@@ -75,6 +75,10 @@ _CODES: Final = {(int(source), event): int(target) for (source, event), target i
 _UNIFORM: Final = tuple(bytes([code]) * 4096 for code in range(len(SlotState)))
 
 
+SLOT_BYTES: Final = 32
+"""Bytes that a slot costs in its table, whatever its page holds."""
+
+
 class SlotTable:
     """All slots of one tier, as arrays. Not thread-safe: the caller holds the one lock.
 

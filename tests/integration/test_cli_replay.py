@@ -168,6 +168,7 @@ BAD_OPTIONS = {
     "unknown write policy": (["--write-policy", "sometimes"], "sometimes"),
     "unknown prefetch": (["--prefetch", "maybe"], "maybe"),
     "negative requests": (["--requests", "-3"], "--requests -3"),
+    "absurd requests": (["--requests", "1" + "0" * 30], "--requests 1e+30"),
     "speed 0": (["--speed", "0"], "--speed 0"),
     "speed is NaN": (["--speed", "nan"], "--speed nan"),
     "unknown format": (["--format", "csv"], "csv"),
@@ -182,6 +183,7 @@ BAD_OPTIONS = {
         ["--storage", "memory://?speed=9", "--host", "10", "--page-bytes", "4096", "--device", "10"],
         "speed",
     ),
+    "slot tables larger than memory": (["--device", "2147483648", "--host", "2147483648"], "does not fit"),
     "host larger than memory": (["--host", "900TiB", "--page-bytes", "1MiB", "--device", "10"], "TiB"),
 }
 
@@ -269,6 +271,31 @@ def test_reader_that_leaves_early_is_no_error(small_trace: Path) -> None:
     process.stderr.close()
     assert process.wait(ENDS) == 0
     assert error == ""
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_closed_streams_are_no_error(small_trace: Path, closed: str, form: list[str]) -> None:
+    line = ["sh", "-c", f'exec "$@" {closed}', "sh", *command("replay", small_trace, "--requests", "5", *form)]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=ENDS, check=False)
+    assert done.returncode == 0
+    assert done.stderr == ""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_output_that_does_not_fit_is_one_line(small_trace: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            command("replay", small_trace, "--requests", "5"),
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=ENDS,
+            check=False,
+        )
+    assert done.returncode == 2
+    assert done.stderr.startswith("hicache: the output cannot be written: ")
+    assert done.stderr.count("\n") == 1
 
 
 def slow_trace(small_trace: Path, folder: Path) -> Path:

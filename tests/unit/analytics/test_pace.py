@@ -44,6 +44,14 @@ def test_recorded_times_are_kept_from_the_first_request_on(small_trace: Path) ->
     assert gap - 1 < stop.waits[1] <= gap
 
 
+def test_times_beyond_what_can_be_waited_for_are_waited_for_all_the_same(small_trace: Path) -> None:
+    early, *_, late = open_trace([small_trace])
+    stop = Waits()
+    keep = pace(small_trace, stop, speed=1e-320)
+    assert all(keep(request) for request in (early, late))
+    assert stop.waits[1] == threading.TIMEOUT_MAX
+
+
 def test_stop_ends_the_wait(small_trace: Path) -> None:
     first = next(iter(open_trace([small_trace])))
     stop = Waits()

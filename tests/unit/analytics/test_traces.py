@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,34 @@ def test_missing_file_and_folder(tmp_path: Path) -> None:
         open_trace([tmp_path / "nothing.jsonl"])
     with pytest.raises(TraceError, match="folder without"):
         open_trace([tmp_path])
+
+
+def test_pipe_is_refused_instead_of_read_twice(tmp_path: Path) -> None:
+    pipe = tmp_path / "trace.jsonl"
+    os.mkfifo(pipe)
+    for path in (pipe, tmp_path):
+        with pytest.raises(TraceError, match="no regular file"):
+            open_trace([path])
+
+
+def test_endless_device_is_refused() -> None:
+    with pytest.raises(TraceError, match="no regular file"):
+        open_trace([Path("/dev/zero")], form="mooncake", skip_bad=True)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"timestamp": 0, "input_length": 17179869184, "output_length": 1, "hash_ids": []}',
+        '{"block_size": 8589934592, "requests": [{"t": 0, "in": 8589934592, "out": 1, "hash_ids": [1]}]}',
+    ],
+    ids=["mooncake", "session"],
+)
+def test_few_bytes_cannot_ask_for_tokens_beyond_memory(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text(text)
+    with pytest.raises(TraceError, match="<= 16777216"):
+        list(open_trace([path]))
 
 
 def test_unknown_format_name() -> None:
