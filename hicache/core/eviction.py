@@ -28,6 +28,8 @@ POLICIES: Final[dict[str, Policy]] = {
     "priority": lambda node: (node.priority, node.stamp),
 }
 
+_SMALL_HEAP: Final = 64
+
 HALF_LIFE: Final = 4096.0
 """Ticks (leases, roughly) after which a use counts half for `lfu`."""
 
@@ -83,7 +85,7 @@ class Candidates:
     ones, so a node is dirty because of its tail.
     """
 
-    __slots__ = ("_clean", "_heaps", "_number", "policy", "table", "tier")
+    __slots__ = ("_bounds", "_clean", "_heaps", "_number", "policy", "table", "tier")
 
     def __init__(self, table: SlotTable, policy: Policy, clean: Callable[[Node], int]) -> None:
         """`clean(node)` says how many leading pages of a node have a copy below this tier."""
@@ -92,6 +94,7 @@ class Candidates:
         self.policy = policy
         self._clean = clean
         self._heaps: tuple[list[tuple[Any, int, Node]], list[tuple[Any, int, Node]]] = ([], [])
+        self._bounds = [_SMALL_HEAP, _SMALL_HEAP]  # entries at which each heap is rid of stale ones
         self._number = 0
 
     def is_candidate(self, node: Node) -> bool:
@@ -116,10 +119,11 @@ class Candidates:
         if node.filed[tier] and node.filed_dirty[tier] == dirty:
             return
         heap = self._heaps[dirty]
-        if len(heap) > 64 and len(heap) > 2 * self.table.capacity:
-            # Each candidate holds a slot, so more than half of these entries are stale.
+        if len(heap) >= self._bounds[dirty]:
+            # Stale entries keep dead nodes in memory, and those what is above them, until something is evicted.
             heap[:] = [entry for entry in heap if entry[2].filed[tier] == entry[1]]
             heapq.heapify(heap)
+            self._bounds[dirty] = max(_SMALL_HEAP, 2 * len(heap))
         self._number += 1
         node.filed[tier] = self._number
         node.filed_dirty[tier] = dirty

@@ -164,7 +164,13 @@ class Registry:
     def _file_stub(self, node: Node) -> None:
         heap = self._stub_heap
         if len(heap) > 64 and len(heap) > 2 * len(self.nodes):
-            heap[:] = [entry for entry in heap if entry[2].alive and entry[2].stubs]
+            kept = []
+            for entry in heap:
+                if entry[2].alive and entry[2].stubs:
+                    kept.append(entry)
+                else:
+                    entry[2].stub_filed = False  # else it would never be filed again
+            heap[:] = kept
             heapq.heapify(heap)
         self._stub_number += 1
         node.stub_filed = True

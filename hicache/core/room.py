@@ -5,12 +5,16 @@ from __future__ import annotations
 from hicache.core.copies import Copies
 from hicache.core.node import Node
 from hicache.core.registry import DEVICE, HOST, Registry
-from hicache.core.residency import FREE, Slots
+from hicache.core.residency import FREE, NO_SLOTS, Slots
 from hicache.core.tree import HiRadixTree
 from hicache.records import MissReason
 
 SWEEP_PAGES = 8192
-"""Pages swept in one step: well under a millisecond."""
+"""Pages swept in one step, in few nodes; fewer where nodes are short or pages are remembered. About a millisecond."""
+
+# Measured, in pages that are only freed: 0.1 us each.
+_NODE_COST = 100
+_MOURNED_COST = 5
 
 
 class Grave:
@@ -90,16 +94,19 @@ class Room:
             if not grave.todo:
                 self.graves.pop(0)
                 continue
-            pages -= max(1, self._sweep_node(grave, grave.todo.pop()))
+            pages -= self._sweep_node(grave, grave.todo.pop())
         while self.graves and not self.graves[0].todo:
             self.graves.pop(0)
         return sum(grave.left() for grave in self.graves)
 
     def _sweep_node(self, grave: Grave, node: Node) -> int:
+        """Free one node's slots. Returns what that cost, in pages that are only freed."""
         tree = grave.tree
         grave.todo += node.children.values()
+        cost = _NODE_COST + node.pages
         if grave.mourned > 0 and node.pages:
             grave.mourned -= node.pages
+            cost += _MOURNED_COST * node.pages
             hashes = tree.hashes(node, 0, node.pages)
             self._registry.ghosts.add(tree.namespace, hashes, MissReason.EXPIRED)
         for tier in (DEVICE, HOST):
@@ -110,5 +117,7 @@ class Room:
             tree.pinned[tier] -= len(slots) - len(loose)
             tree.resident[tier] -= node.resident[tier]
             tree.filling[tier] -= len(slots) - node.resident[tier]
+            node.slots[tier] = NO_SLOTS
+        node.children = {}  # whoever still knows the node must not keep all below it in memory
         self._registry.leave(node)
-        return node.pages
+        return cost

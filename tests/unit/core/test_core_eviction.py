@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 
+from hicache.core.node import Node
 from hicache.core.residency import SlotState
 from hicache.core.transfers import TransferKind
 from hicache.errors import ConfigError, HicacheInternalError, InvalidInput, OutOfSlots
@@ -279,3 +282,59 @@ def test_states_are_what_the_counters_say():
     assert stage.core.statistics().device.private == 3
     stage.core.release(lease, aborted=True)
     stage.at_rest()
+
+
+# ---- memory
+
+
+def _nodes_alive(namespace: str) -> int:
+    gc.collect()
+    name = namespace.encode() * 16
+    return sum(isinstance(found, Node) and found.tree.namespace == name for found in gc.get_objects())
+
+
+@pytest.mark.case("LEAK-1")
+def test_cleared_trees_do_not_stay_in_memory():
+    stage = Stage(device=4096, ghost_pages=0)
+    for _ in range(20):
+        for i in range(100):
+            stage.commit("A" + chr(0x4E00 + i), "l")
+        stage.core.clear(stage.tree("l"))
+        while stage.core.sweep():
+            pass
+    assert stage.core.statistics().nodes == 1
+    assert _nodes_alive("l") < 500
+
+
+def test_slices_of_a_sweep_are_short_for_short_nodes_too():
+    stage = Stage(device=4096)
+    for i in range(1000):
+        stage.commit(chr(0x4E00 + i))
+    stage.core.clear(stage.tree())
+    left = stage.core.sweep()
+    assert 900 <= left < 1000
+    stage.core.check()
+    while stage.core.sweep():
+        pass
+    stage.at_rest()
+
+
+def test_a_stub_that_was_fetched_meanwhile_can_be_forgotten_later():
+    stage = Stage(device=4, host=8, storage=True)
+    stage.core.believe(stage.lease("A"), 1)
+    fetched = stage.lease("A")
+    stage.core.prefetch(fetched)
+    stage.settle()  # no stub any more, but its entry in the heap of stubs is still there
+    for i in range(200):
+        lease = stage.lease(chr(0x4E00 + i))
+        stage.core.believe(lease, 1)
+        stage.core.prefetch(lease)
+        (fetch,) = stage.take(TransferKind.FETCH)
+        stage.end(fetch, BAD)  # storage has not got it: the node dies, and its entry is stale
+        stage.core.release(lease)
+    stage.core.release(fetched)
+    assert stage.core.evict(HOST, 8) == 1
+    assert stage.core.statistics().stub_pages == 1
+    node = stage.core.registry.coldest_stub()
+    assert node is not None
+    assert node.stubs == 1
