@@ -23,8 +23,8 @@ from hicache.core.residency import SLOT_BYTES
 from hicache.core.symbols import MAX_PAGE_SIZE
 from hicache.errors import ConfigError, HicacheInternalError, InvalidInput
 from hicache.memory.limits import check_memory
-from hicache.runtime.executor import QUEUE_FULL
 from hicache.runtime.options import PREFETCH_MODES, write_policies
+from hicache.runtime.storage_io import QUEUE_FULL
 
 CLOSE_SECONDS = 120.0  # to write what is still queued at the end
 HURRIED_SECONDS = 5.0  # the same after an interrupt

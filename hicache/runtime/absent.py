@@ -41,6 +41,11 @@ class AbsentPages:
         with self._lock:
             self._until.pop((namespace, generation, page_hash), None)
 
+    def clear(self) -> None:
+        """Another storage is there."""
+        with self._lock:
+            self._until.clear()
+
     def leading(self, namespace: bytes, generation: int, page_hashes: list[bytes]) -> int:
         """How many leading pages are not known to be absent."""
         if not self._until:

@@ -18,6 +18,7 @@ from hicache.core.tree import HiRadixTree
 from hicache.errors import CacheClosed, ConfigError, InvalidInput, StorageUnavailable
 from hicache.memory.base import DevicePool, HostPool
 from hicache.records import Match, MissReason
+from hicache.runtime.attaching import DetachReport, attach, check_attachable, detach, open_backend
 from hicache.runtime.clearing import clear_memory, clear_storage
 from hicache.runtime.closing import CloseReport, drain, take_apart
 from hicache.runtime.events import Subscription
@@ -28,6 +29,7 @@ from hicache.runtime.reducer import Pump
 from hicache.runtime.request import Request, usable_pages
 from hicache.runtime.scopes import Scope
 from hicache.runtime.statistics import CacheStatistics, Ledger, snapshot
+from hicache.storage.base import StorageBackend
 
 _CLOSED = "the cache is closed"
 _FORKED = "this process is a fork of the one that opened the cache: open one here, after the fork"
@@ -67,9 +69,12 @@ class EmbeddedCache:
         self._bypass_tree: HiRadixTree | None = None
         self._refusal: str | None = None
         self._closing = threading.Lock()
+        self._attaching = threading.Lock()
         self._base = parts.scopes.open()
         threaded = parts.options.background and (self._stores or not parts.pools.copies.inline)
         self._pump = Pump(parts.reducer) if threaded else None
+        if self._pump is not None and parts.storage is not None:
+            parts.storage.begun = self._pump.watch
         self._report: CloseReport | None = None  # last: a cache that failed before has nothing to close
         watch(self)
 
@@ -128,6 +133,9 @@ class EmbeddedCache:
             scope: Scope | None = self._base
         else:
             scope = self._scope(adapter, tenant, salt, started, deadline)
+        if scope is not None and started >= scope.ask_at:
+            until = started + (self.parts.options.longest_wait if deadline is None else deadline)
+            self.parts.scopes.refresh(scope, started, until)
         reducer = self._reducer
         prefetch = None
         if scope is None:
@@ -177,6 +185,20 @@ class EmbeddedCache:
 
     # ---- upkeep
 
+    def report_prefill(self, tokens: int, seconds: float) -> None:
+        """The engine has computed so many tokens in so many seconds.
+
+        A moving average of what is reported takes the place of the option `prefill_tokens_per_second`: from the first
+        report on, pages are brought up only where that takes less time than computing them.
+
+        Raises:
+            ConfigError: not a number above 0 of both.
+            CacheClosed: the cache is closed.
+        """
+        self.check_open()
+        with self._reducer.lock:
+            self.parts.loader.planner.report(tokens, seconds)
+
     def clear(
         self,
         *,
@@ -208,6 +230,58 @@ class EmbeddedCache:
             raise StorageUnavailable("clear: the namespace's generation is not known, as storage does not answer")
         generation = clear_memory(self.parts, scope, self._pump)
         clear_storage(self.parts, scope, generation, end=started + deadline)
+
+    def detach_storage(self, deadline: float = 5.0, *, force: bool = False) -> DetachReport:
+        """Take the storage away; the tiers above go on. Requests may be open, and new ones begin meanwhile.
+
+        From its beginning on nothing new is read from storage or written to it, and what was under way is waited for.
+        Pages that were not written yet are kept as without storage; call `flush` before, to write them. Afterwards
+        nothing is believed of what storage has, and `attach_storage` may give another one, or the same.
+
+        Args:
+            deadline: seconds to wait for what is under way.
+            force: fail what is under way instead of refusing. What is inside a call that does not come back keeps
+                its slots until it does, and is reported.
+
+        Returns:
+            What was failed, and what is stuck.
+
+        Raises:
+            StorageError: something was still under way at the deadline, and `force` was not given: it stays attached.
+            ConfigError: no storage is attached.
+            CacheClosed: the cache is closed.
+        """
+        self.check_open()
+        check_deadline(deadline)
+        end = self._now() + deadline
+        with self._attaching:
+            return detach(self.parts, self._pump, end=end, force=force)
+
+    def attach_storage(self, storage: str | StorageBackend) -> None:
+        """Give a cache without storage one, while it is in use. What it holds above is written there by and by.
+
+        Needs a cache that was opened with storage, or with `attachable=True`. How often its objects are touched was
+        fixed then. Each namespace in use gets the higher of the generations that storage and this cache have.
+
+        Args:
+            storage: a URL, or an open backend, which stays the caller's to close.
+
+        Raises:
+            ConfigError: a storage is attached already, the cache cannot have one, or a bad URL.
+            StorageError: storage cannot be reached.
+            CacheClosed: the cache is closed.
+        """
+        self.check_open()
+        with self._attaching:
+            check_attachable(self.parts)
+            backend = open_backend(storage, self.parts.options, self.parts.clock)
+            owned = isinstance(storage, str)
+            try:
+                attach(self.parts, backend, owned=owned)
+            except BaseException:
+                if owned:
+                    backend.close()
+                raise
 
     def flush(self, deadline: float = 60.0) -> bool:
         """Write all pages down that a lower tier should have, root first, and wait for it.
@@ -302,7 +376,7 @@ class EmbeddedCache:
             reducer.settle()
             reducer.changed.notify_all()
         # Without storage nothing outlives this process, so there is nothing worth writing down.
-        complete = drain(self.parts, end=end) if self._stores else True
+        complete = drain(self.parts, end=end) if self._attached else True
         with reducer.lock:
             reducer.closed = _CLOSED
             reducer.changed.notify_all()
@@ -359,6 +433,10 @@ class EmbeddedCache:
 
     # ---- inside
 
+    @property
+    def _attached(self) -> bool:
+        return self.parts.storage is not None and self.parts.storage.attached
+
     def _symbols(self, tokens: Tokens, spans: tuple[Span, ...] | None) -> bytes:
         if spans is None:
             return symbols(tokens, self.page_size)
@@ -393,6 +471,8 @@ class EmbeddedCache:
             return lease
 
     def _release(self, lease: Lease, *, aborted: bool) -> RequestCounts:
+        if self._stores and not lease.closed:
+            self._core.touch(lease, self._now())
         counts = self._core.release(lease, aborted=aborted)
         tokens = self._leases.pop(lease, None)
         if tokens is None:

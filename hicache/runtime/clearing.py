@@ -33,8 +33,8 @@ def clear_storage(parts: Parts, scope: Scope, generation: int, *, end: float) ->
         StorageError: it was refused, failed, or did not end in time.
         CacheClosed: the cache was closed meanwhile.
     """
-    backend, storage, reducer = parts.backend, parts.storage, parts.reducer
-    if backend is None or storage is None:
+    port, storage, reducer = parts.port, parts.storage, parts.reducer
+    if port is None or storage is None or not storage.attached:
         return
     answers: list[bool] = []
 
@@ -43,7 +43,7 @@ def clear_storage(parts: Parts, scope: Scope, generation: int, *, end: float) ->
         reducer.notify()
 
     def work() -> None:
-        backend.clear(scope.namespace.digest, generation)
+        port.clear(scope.namespace.digest, generation)
         reducer.post(answer, True)
 
     asked = storage.call(work, fail=lambda: reducer.post(answer, False))

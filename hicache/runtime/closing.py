@@ -92,8 +92,8 @@ def take_apart(parts: Parts, pump: Pump | None, *, end: float) -> tuple[int, int
     parts.publisher.close()
     if not abandoned:
         _close_pools(parts)
-    if parts.owns_backend and parts.backend is not None:
-        parts.backend.close()
+    if parts.port is not None:
+        parts.port.close()
     return abandoned, stuck
 
 

@@ -12,15 +12,14 @@ from hicache.core.transfers import Transfer, TransferKind
 from hicache.memory.base import CopyEngine
 from hicache.memory.writer import WriterEvent
 from hicache.records import PageResult
+from hicache.runtime.planner import Planner
 from hicache.runtime.queues import Bound
 from hicache.runtime.reducer import Reducer
 from hicache.runtime.storage_io import StorageIO
 
 _log = logging.getLogger("hicache.runtime")
 
-QUEUE_FULL = "queue_full"
 COPY_QUEUE_FULL = "copy_queue_full"
-PREFETCH_REFUSED = "prefetch_queue_full"
 
 
 class Executor:
@@ -32,6 +31,7 @@ class Executor:
     Attributes:
         running: transfers begun and not completed, by id.
         shed: pages turned away at a queue's bound, by reason.
+        planner: learns from transfers how long they take; set once.
     """
 
     def __init__(
@@ -51,6 +51,7 @@ class Executor:
         self._copying: dict[int, int] = {}  # pages of each write-back under way
         self.running: dict[int, Transfer] = {}
         self.shed: Counter[str] = Counter()
+        self.planner: Planner | None = None
         reducer.dispatch = self.start
 
     def start(self, transfer: Transfer) -> None:
@@ -64,6 +65,8 @@ class Executor:
         if shed:
             self.shed[shed] += transfer.count
             self.done(transfer.id, [PageResult.FAILED] * transfer.count)
+        elif self.planner is not None:
+            self.planner.begun(transfer)
 
     def written(self, transfer: Transfer, event: WriterEvent) -> None:
         """Complete a WRITE once the writer's event has passed."""
@@ -88,9 +91,9 @@ class Executor:
         if kind is TransferKind.WRITE_BACK:
             return self._write_back(transfer)
         assert self._storage is not None
-        if kind is TransferKind.FETCH:
-            return "" if self._storage.fetch(transfer, self.done) else PREFETCH_REFUSED
-        return "" if self._storage.put(transfer, self.done) else QUEUE_FULL
+        storage = self._storage
+        begin = {TransferKind.FETCH: storage.fetch, TransferKind.PUT: storage.put, TransferKind.TOUCH: storage.touch}
+        return "" if begin[kind](transfer, self.done) else storage.refusal(kind)
 
     def _write_back(self, transfer: Transfer) -> str:
         copying = self._copying
@@ -113,6 +116,8 @@ class Executor:
         if len(results) != transfer.count:
             # A copier that answers for another number of pages has answered for none.
             results = [PageResult.FAILED] * transfer.count
+        if self.planner is not None:
+            self.planner.ended(transfer, results)
         self._reducer.core.complete(number, results)
 
 

@@ -2,6 +2,8 @@
 
 A request's deadline bounds all of it together, counted from the request's start. What came in time is used, the rest
 is withdrawn. The engine's thread waits here only; everything else goes on by itself, so `request` returns at once.
+Where the engine's prefill rate is known, only what is worth its time is brought up, and nothing is waited for longer
+than computing it would take.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from hicache.clock import Clock
 from hicache.core.transfers import Lease, TransferKind
 from hicache.errors import CacheClosed
 from hicache.runtime.options import Options
+from hicache.runtime.planner import LoadDecision, Planner
 from hicache.runtime.reducer import Reducer
 from hicache.runtime.storage_io import Probe, StorageIO
 
@@ -21,14 +24,26 @@ class Prefetch:
         lease: the request's lease.
         base: page index up to which DEVICE and HOST had the prompt at its start.
         probing: whether an answer is still awaited.
+        waits: whether `load` waits for that answer.
+        planned: pages behind `base` that are being brought up for the request.
+        explores: whether pages are brought up only to see how long that takes.
+        decision: what was decided last, if anything was.
+        over: `load` is over; what is found from now on comes too late.
+        attachment: of the storage that was asked.
     """
 
-    __slots__ = ("base", "lease", "probing")
+    __slots__ = ("attachment", "base", "decision", "explores", "lease", "over", "planned", "probing", "waits")
 
     def __init__(self, lease: Lease, base: int) -> None:
         self.lease = lease
         self.base = base
         self.probing = False
+        self.waits = True
+        self.planned = 0
+        self.explores = False
+        self.decision: LoadDecision | None = None
+        self.over = False
+        self.attachment = 0
 
     def wanted(self) -> bool:
         """Whether anybody still waits for the probe."""
@@ -39,17 +54,26 @@ class Loader:
     """Prefetches and loads for all requests of one cache. Thread-safe through the reducer's lock.
 
     Attributes:
+        planner: decides what is worth its time.
         probes_refused: probes that the storage queue turned away.
     """
 
     def __init__(
-        self, reducer: Reducer, *, storage: StorageIO | None, options: Options, clock: Clock, page_size: int
+        self,
+        reducer: Reducer,
+        *,
+        storage: StorageIO | None,
+        options: Options,
+        clock: Clock,
+        page_size: int,
+        planner: Planner,
     ) -> None:
         self._reducer = reducer
         self._storage = storage
         self._options = options
         self._now = clock.now
         self._page_size = page_size
+        self.planner = planner
         self.probes_refused = 0
 
     def start(self, lease: Lease) -> Prefetch | None:
@@ -58,17 +82,20 @@ class Loader:
         The prompt's hashes must have been computed before.
         """
         storage, match = self._storage, lease.match
+        if storage is not None and not storage.attached:
+            return None
         base = match.device + match.host
         if storage is None or lease.limit <= base or not self._worth(lease.limit - base):
             return None
         prefetch = Prefetch(lease, base)
-        if match.storage and self._worth(match.storage):
-            self._reducer.core.prefetch(lease)
-        if match.pages < lease.limit:
+        self._fetch(prefetch)
+        if match.pages < lease.limit and self._asks(prefetch):
             self._probe(storage, prefetch, match.pages)
         return prefetch
 
-    def load(self, lease: Lease, prefetch: Prefetch | None, *, started: float, deadline: float | None) -> None:
+    def load(
+        self, lease: Lease, prefetch: Prefetch | None, *, started: float, deadline: float | None
+    ) -> LoadDecision | None:
         """Bring up what comes in time, then withdraw the rest. Afterwards `lease.device` pages are usable.
 
         Args:
@@ -77,38 +104,58 @@ class Loader:
             started: when the request began.
             deadline: seconds from then, or None.
 
+        Returns:
+            What was decided, if the prefill rate is known and anything was there.
+
         Raises:
             CacheClosed: the cache was closed while this waited.
         """
         reducer = self._reducer
         limit = self._now() + self._options.longest_wait
         end = limit if deadline is None else min(started + deadline, limit)
-        patience = min(end, started + self._patience(lease, prefetch))
         with reducer.lock:
+            patience = min(end, started + self._patience(lease, prefetch))
             reducer.settle()
             seen: object = None
             while True:
                 if lease.closed:
                     raise CacheClosed("the request was closed while it loaded")
                 fetching, loading = self._awaited(lease)
-                probing = prefetch is not None and prefetch.probing
+                probing = prefetch is not None and prefetch.probing and prefetch.waits
                 if seen != (fetching, probing, lease.match):
                     # At the start, and whenever the way into HOST has changed: it may hold more now.
                     seen = (fetching, probing, lease.match)
-                    reducer.core.load(lease)
+                    reducer.core.load(lease, self._upto(lease, prefetch))
                     reducer.settle()
                     continue
                 now = self._now()
                 late = now >= patience
-                coming = bool(fetching) or probing
+                coming = (bool(fetching) and not _only_explores(prefetch)) or probing
                 if now >= end or not (loading or (coming and not late)):
                     break
                 reducer.wait((end if late or not coming else patience) - now)
-            if prefetch is not None:
-                prefetch.probing = False
-            if lease.waiting:
-                reducer.core.withdraw_interest(lease)
-                reducer.settle()
+            return self._finish(lease, prefetch)
+
+    def _finish(self, lease: Lease, prefetch: Prefetch | None) -> LoadDecision | None:
+        reducer, planner = self._reducer, self.planner
+        decision = self._decision(lease, prefetch) if planner.decides else None
+        if decision is not None:
+            planner.count(decision)
+            reducer.core.decline(lease, lease.match.device + decision.planned)
+        explores = False
+        if prefetch is not None:
+            prefetch.over = True
+            prefetch.probing = prefetch.probing and not prefetch.waits
+            explores = prefetch.explores
+        if decision is not None and decision.planned_host < decision.host:
+            pages = planner.explore(TransferKind.LOAD, decision.host)
+            if pages:
+                explores = True
+                reducer.core.load(lease, lease.device + pages)
+        if lease.waiting and not explores:
+            reducer.core.withdraw_interest(lease)
+        reducer.settle()
+        return decision
 
     def _awaited(self, lease: Lease) -> tuple[set[int], bool]:
         """Transfers into HOST that the lease waits for, and whether it waits for any into DEVICE.
@@ -132,33 +179,94 @@ class Loader:
         mode = self._options.prefetch
         if prefetch is None or mode == "best_effort":
             return 0.0
-        if mode == "wait_complete":
-            return float("inf")
-        return self._options.prefetch_timeout.seconds((lease.limit - prefetch.base) * self._page_size)
+        pages = lease.limit - prefetch.base
+        seconds = float("inf")
+        if mode != "wait_complete":
+            seconds = self._options.prefetch_timeout.seconds(pages * self._page_size)
+        return min(seconds, self.planner.compute_seconds(pages)) if self.planner.decides else seconds
 
     def _worth(self, pages: int) -> bool:
         return pages * self._page_size >= self._options.prefetch_threshold
 
+    # ---- load or recompute
+
+    def _fetch(self, prefetch: Prefetch) -> None:
+        """Begin to bring up what storage has of a request's pages, as far as it is worth it."""
+        core, lease = self._reducer.core, prefetch.lease
+        host, pages = lease.match.host, lease.match.storage
+        if not pages or not self._worth(pages):
+            return
+        if not self.planner.decides:
+            prefetch.planned = pages
+            core.prefetch(lease)
+            return
+        if not prefetch.over:
+            prefetch.decision = decision = self.planner.plan(host, pages, coming=prefetch.planned)
+            if decision.planned_storage > prefetch.planned:
+                prefetch.planned = decision.planned_storage
+                core.prefetch(lease, prefetch.base + prefetch.planned)
+        if not prefetch.planned and not prefetch.explores:
+            look = self.planner.explore(TransferKind.FETCH, pages)
+            if look:
+                prefetch.explores = True
+                core.prefetch(lease, prefetch.base + look)
+
+    def _asks(self, prefetch: Prefetch) -> bool:
+        """Whether to ask storage about the pages that nothing is known of; also decides whether that is waited for."""
+        planner, match = self.planner, prefetch.lease.match
+        if not planner.decides:
+            return True
+        unknown = prefetch.lease.limit - match.pages
+        could_pay = planner.could_pay(match.host, match.storage, unknown)
+        prefetch.waits = could_pay and planner.probe_pays(match.host, match.storage, unknown)
+        return could_pay or planner.may_explore(TransferKind.FETCH)
+
+    def _decision(self, lease: Lease, prefetch: Prefetch | None) -> LoadDecision | None:
+        if prefetch is not None and prefetch.decision is not None:
+            return prefetch.decision
+        return self.planner.plan(lease.match.host, 0) if lease.match.host else None
+
+    def _upto(self, lease: Lease, prefetch: Prefetch | None) -> int | None:
+        """Page index up to which HOST's pages are loaded; None: all that it has, other requests' fetches too."""
+        decision = self._decision(lease, prefetch) if self.planner.decides else None
+        if decision is None or decision.planned_host == decision.host:
+            return None
+        return lease.match.device + decision.planned_host
+
+    # ---- asking
+
+    def _current(self, prefetch: Prefetch) -> bool:
+        """Whether the storage that was asked is the one that is attached now."""
+        storage = self._storage
+        return storage is not None and storage.attached and storage.attachment == prefetch.attachment
+
     def _probe(self, storage: StorageIO, prefetch: Prefetch, first: int) -> None:
         lease = prefetch.lease
+        asked = self._now()
         probe = Probe(
             namespace=lease.tree.namespace,
             generation=lease.tree.generation,
             page_hashes=lease.prompt.hashes(first, lease.limit),
-            found=lambda pages, final: self._reducer.post(self._found, prefetch, first + pages, final),
+            found=lambda pages, final: self._reducer.post(self._found, prefetch, first, pages, final, asked),
             wanted=prefetch.wanted,
         )
         prefetch.probing = True
+        prefetch.attachment = storage.attachment
         prefetch.probing = storage.probe(probe)
         self.probes_refused += not prefetch.probing
 
-    def _found(self, prefetch: Prefetch, upto: int, final: bool) -> None:
-        """Storage has the prompt up to there. Under the lock."""
+    def _found(self, prefetch: Prefetch, first: int, pages: int, final: bool, asked: float) -> None:
+        """Storage has so many pages of the prompt from page `first` on. Under the lock."""
         lease = prefetch.lease
-        if not lease.closed and prefetch.probing:
-            self._reducer.core.believe(lease, upto)
-            if upto > prefetch.base and self._worth(upto - prefetch.base):
-                self._reducer.core.prefetch(lease, upto)
+        if final and prefetch.probing:
+            self.planner.probed(seconds=self._now() - asked, asked=lease.limit - first, found=pages)
+        if not lease.closed and prefetch.probing and self._current(prefetch):
+            self._reducer.core.believe(lease, first + pages)
+            self._fetch(prefetch)
         if final:
             prefetch.probing = False
         self._reducer.notify()
+
+
+def _only_explores(prefetch: Prefetch | None) -> bool:
+    return prefetch is not None and prefetch.explores and not prefetch.planned

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 
 from hicache.core.partition import ShardPart, ShardPlan
@@ -12,8 +13,13 @@ from hicache.records import PageResult
 from hicache.storage.base import ObjectKey, ObjectResult, ObjectStatus, StorageBackend, StoredObject
 from hicache.storage.codec import encode_header
 
+_log = logging.getLogger("hicache.runtime")
+
 BATCH_BYTES = 2**23
 """About the payload of one call to a backend: between two calls a cancelled transfer can end."""
+
+TOUCH_OBJECTS = 512
+"""Objects of one call of `touch`."""
 
 BufferOf = Callable[[int, int, int], memoryview]
 """(HOST slot, offset, length) to the slot's bytes."""
@@ -86,6 +92,28 @@ class PageObjects:
             last = iter(self._put([stored for i in whole for stored in pages[i][-1:]]))
             for i in whole:
                 results[i] = PageResult.OK if all(next(last) for _ in pages[i][-1:]) else PageResult.FAILED
+        return results
+
+    def touch(self, transfer: Transfer) -> list[PageResult]:
+        """Mark a transfer's pages as used, in its order, the anchor of each last so that it is the newest.
+
+        A page that is not there whole is SOURCE_GONE; where storage cannot tell, it is FAILED.
+        """
+        results = [PageResult.FAILED] * transfer.count
+        shards = [part.shard for part in reversed(self._plan.parts)]
+        size = max(1, TOUCH_OBJECTS // len(shards))
+        for first in range(0, transfer.count, size):
+            pages = transfer.pages[first : first + size]
+            tree = transfer.tree
+            keys = [ObjectKey(tree.namespace, tree.generation, page.hash, shard) for page in pages for shard in shards]
+            try:
+                there = self._backend.touch(keys)
+            except Exception as error:  # says nothing about any page
+                _log.warning("%d pages could not be touched: %r", transfer.count - first, error)
+                break
+            for i in range(len(pages)):
+                whole = all(there[i * len(shards) : (i + 1) * len(shards)])
+                results[first + i] = PageResult.OK if whole else PageResult.SOURCE_GONE
         return results
 
     def _put(self, objects: list[StoredObject]) -> list[bool]:

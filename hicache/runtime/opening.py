@@ -17,6 +17,7 @@ from hicache.core.symbols import EXTRAS_SIZE, TOKEN_SIZE
 from hicache.errors import ConfigError, NamespaceError
 from hicache.memory.base import HostPool
 from hicache.runtime.absent import AbsentPages
+from hicache.runtime.attaching import open_backend
 from hicache.runtime.cache import EmbeddedCache
 from hicache.runtime.events import Publisher
 from hicache.runtime.executor import Executor
@@ -26,13 +27,14 @@ from hicache.runtime.loading import Loader
 from hicache.runtime.objects import PageObjects
 from hicache.runtime.options import Options, PrefetchTimeout, WritePolicy, prefetch_timeout, write_policies
 from hicache.runtime.parts import Parts
+from hicache.runtime.planner import Planner
 from hicache.runtime.pools import DeviceSize, HostSize, Pools, make_pools
+from hicache.runtime.port import StoragePort
 from hicache.runtime.reducer import Reducer
 from hicache.runtime.scopes import Scopes
 from hicache.runtime.storage_io import StorageIO
 from hicache.runtime.waiting import waiter
 from hicache.storage.base import StorageBackend
-from hicache.storage.registry import configured
 
 
 def open_cache(
@@ -80,26 +82,19 @@ def open_cache(
     settings = _settings(options, write_policy, prefetch_timeout)
     if storage is not None and not bytes:
         raise ConfigError("storage keeps bytes, but bytes=False makes pools without any: leave one of them out")
-    if storage is not None and host == 0:
+    if (storage is not None or settings.attachable) and host == 0:
         raise ConfigError("storage stages through the host tier, and host is 0: give it a size, such as host='4GiB'")
     with ExitStack() as undo:
         pools = make_pools(namespace, device=device, host=host, with_bytes=bytes, options=settings)
         undo.callback(_close_pools, pools)
-        config = _core_config(settings, pools, storage=storage is not None)
-        backend = None if storage is None else configured(storage)
-        owns_backend = isinstance(storage, str)
-        if backend is not None and owns_backend:
-            undo.callback(backend.close)
-        cache = _wire(
-            namespace,
-            settings,
-            config=config,
-            pools=pools,
-            backend=backend,
-            owns_backend=owns_backend,
-            clock=clock or MonotonicClock(),
-            undo=undo,
-        )
+        clock = clock or MonotonicClock()
+        port = None
+        if storage is not None or settings.attachable:
+            backend = None if storage is None else open_backend(storage, settings, clock)
+            port = StoragePort(backend, owned=isinstance(storage, str), now=clock.now)
+            undo.callback(port.close)
+        config = _core_config(settings, pools, port)
+        cache = _wire(namespace, settings, config=config, pools=pools, port=port, clock=clock, undo=undo)
         undo.pop_all()
     return cache
 
@@ -120,11 +115,11 @@ def _settings(
     return Options(**(defaults | options))
 
 
-def _core_config(options: Options, pools: Pools, *, storage: bool) -> CoreConfig:
+def _core_config(options: Options, pools: Pools, port: StoragePort | None) -> CoreConfig:
     return CoreConfig(
         device_pages=pools.device.slots,
         host_pages=pools.host.slots if pools.host is not None else 0,
-        storage=storage,
+        storage=port is not None,
         eviction=options.eviction,
         device_to_host=options.device_to_host,
         host_to_storage=options.host_to_storage,
@@ -132,6 +127,7 @@ def _core_config(options: Options, pools: Pools, *, storage: bool) -> CoreConfig
         reserve=options.reserve,
         stub_pages=options.stub_pages,
         ghost_pages=options.ghost_pages,
+        touch_seconds=None if port is None else options.touches(port.statistics().ttl),
         events=options.events,
     )
 
@@ -142,8 +138,7 @@ def _wire(
     *,
     config: CoreConfig,
     pools: Pools,
-    backend: StorageBackend | None,
-    owns_backend: bool,
+    port: StoragePort | None,
     clock: Clock,
     undo: ExitStack,
 ) -> EmbeddedCache:
@@ -155,13 +150,22 @@ def _wire(
     width = TOKEN_SIZE * namespace.page_size + (EXTRAS_SIZE if options.extras else 0)
     storage = None
     warnings: tuple[str, ...] = ()
-    if backend is not None:
+    if port is not None:
         assert pools.host is not None
         plan = plan_shards(namespace.geometry, namespace.page_size)
         warnings = plan.warnings
-        storage = _storage_io(plan, options, pools.host, backend, clock)
+        storage = _storage_io(plan, options, pools.host, port, clock)
         undo.callback(storage.close, lambda thread: thread.join(1.0))
-    scopes = Scopes(namespace, reducer=reducer, backend=backend, storage=storage, clock=clock, width=width)
+        reducer.look = storage.look
+    scopes = Scopes(
+        namespace,
+        reducer=reducer,
+        port=port,
+        storage=storage,
+        clock=clock,
+        width=width,
+        generation_seconds=options.generation_seconds,
+    )
     if storage is not None:
         storage.manifest = scopes.manifest
     executor = Executor(
@@ -171,14 +175,22 @@ def _wire(
         page_bytes=pools.device.page_bytes,
         copy_bound=options.copy_bound,
     )
-    loader = Loader(reducer, storage=storage, options=options, clock=clock, page_size=namespace.page_size)
+    planner = Planner(
+        page_size=namespace.page_size,
+        fetch_pages=config.fetch_pages,
+        rate=options.prefill_tokens_per_second,
+        now=clock.now,
+    )
+    executor.planner = planner
+    loader = Loader(
+        reducer, storage=storage, options=options, clock=clock, page_size=namespace.page_size, planner=planner
+    )
     parts = Parts(
         namespace=namespace,
         options=options,
         clock=clock,
         pools=pools,
-        backend=backend,
-        owns_backend=owns_backend,
+        port=port,
         core=core,
         reducer=reducer,
         executor=executor,
@@ -190,6 +202,10 @@ def _wire(
         flight=flight,
         warnings=warnings,
     )
+    if port is not None and port.backend is None:
+        core.detach_storage()
+        core.forget_storage()
+        core.forget_storage()
     return EmbeddedCache(parts)
 
 
@@ -202,14 +218,15 @@ def _core(config: CoreConfig, options: Options, undo: ExitStack) -> tuple[Flight
     return flight, RecordedCore(config, flight, segment_bytes=size, on_failure=flight.failed)
 
 
-def _storage_io(plan: ShardPlan, options: Options, host: HostPool, backend: StorageBackend, clock: Clock) -> StorageIO:
+def _storage_io(plan: ShardPlan, options: Options, host: HostPool, port: StoragePort, clock: Clock) -> StorageIO:
     token_bytes = TOKEN_SIZE * plan.page_size
     return StorageIO(
-        backend,
-        objects=PageObjects(backend, buffer=host.buffer, plan=plan, token_bytes=token_bytes),
+        port,
+        objects=PageObjects(port, buffer=host.buffer, plan=plan, token_bytes=token_bytes),
         options=options,
         absent=AbsentPages(clock, seconds=options.absent_seconds),
         page_bytes=host.page_bytes,
+        now=clock.now,
     )
 
 

@@ -10,7 +10,10 @@ from typing import Final
 from hicache.core.config import WRITE_POLICIES, EdgePolicy
 from hicache.errors import ConfigError
 from hicache.runtime.flight import FlightRecorder
+from hicache.runtime.planner import check_rate
 from hicache.runtime.queues import Bound
+from hicache.storage.breaker import BreakerPolicy
+from hicache.storage.retry import RetryPolicy
 from hicache.units import format_size, parse_size
 
 PREFETCH_MODES: Final = ("best_effort", "timeout", "wait_complete")
@@ -18,6 +21,9 @@ PREFETCH_MODES: Final = ("best_effort", "timeout", "wait_complete")
 # Copies and reads take no memory of their own, their slots do; writes waiting hold host pages that others may want.
 _LARGE: Final = Bound(bytes=2**30, requests=4096)
 _SMALL: Final = Bound(bytes=2**28, requests=1024)
+
+_TOUCH_SECONDS: Final = 60.0
+_NEVER: Final = 1e9  # seconds: calls that hang are the threads' affair; a breaker would stop others because of them
 
 WritePolicy = str | EdgePolicy
 """A name of `WRITE_POLICIES`, or the policy of one edge spelled out."""
@@ -57,10 +63,24 @@ class Options:
             `prefetch_timeout` says; `wait_complete` waits as long as the request's own deadline allows.
         prefetch_timeout: for the mode `timeout`.
         prefetch_threshold: tokens; what storage has beyond the other tiers is left there if it is less.
+        prefill_tokens_per_second: the engine's own speed. With it, pages are brought up only where that takes less time
+            than computing them (see `hicache.runtime.planner`); None brings up whatever there is.
         extras: whether prompts may carry non-text input; it costs 16 bytes a page.
         events: whether residency changes are produced.
         longest_wait: seconds after which any wait without a deadline of its own gives up.
         absent_seconds: how long a page that storage did not have is not asked for again.
+        touch_seconds: storage is told at most once in so long that pages hot above are in use; "auto" is a quarter of
+            the backend's time to live, but 60 at least; None never tells.
+        generation_seconds: a clear by another process is seen within so long, plus what the backend itself needs
+            (see `hicache.runtime.scopes`); None never looks again.
+        call_timeout: seconds after which a call into storage counts as hung, and its thread is replaced.
+        max_hung: threads so replaced, for reads and for writes; with so many hung calls no more are begun.
+        probe_seconds: how often storage that hangs is tried again then.
+        retry: how transfers that failed for a passing reason are repeated; None: never. Not for a backend that was
+            given wrapped already.
+        breaker: when storage that fails is left alone, and for how long; None: never. Likewise.
+        attachable: whether a storage may be attached later where none is given at opening.
+        canary: whether opening stores, finds and loads one small object, in the background, to see that storage works.
         copy_threads, read_threads, write_threads: threads for copies, storage reads and storage writes.
         copy_bound, read_bound, write_bound: what may be under way in the three queues.
         fetch_bytes: about the bytes of one transfer from storage; a deadline keeps whole transfers that came.
@@ -78,10 +98,20 @@ class Options:
     prefetch: str = "timeout"
     prefetch_timeout: PrefetchTimeout = field(default_factory=PrefetchTimeout)
     prefetch_threshold: int = 0
+    prefill_tokens_per_second: float | None = None
     extras: bool = False
     events: bool = False
     longest_wait: float = 60.0
     absent_seconds: float = 1.0
+    touch_seconds: float | str | None = "auto"
+    generation_seconds: float | None = 1.0
+    call_timeout: float = 5.0
+    max_hung: int = 64
+    probe_seconds: float = 5.0
+    retry: RetryPolicy | None = field(default_factory=RetryPolicy)
+    breaker: BreakerPolicy | None = field(default_factory=lambda: BreakerPolicy(timeout=_NEVER))
+    attachable: bool = False
+    canary: bool = True
     copy_threads: int = 2
     read_threads: int = 4
     write_threads: int = 2
@@ -98,15 +128,32 @@ class Options:
     def __post_init__(self) -> None:
         if self.prefetch not in PREFETCH_MODES:
             raise ConfigError(f"prefetch={self.prefetch!r:.60} is not one of {', '.join(PREFETCH_MODES)}")
-        for name in ("copy_threads", "read_threads", "write_threads", "fetch_bytes"):
+        for name in ("copy_threads", "read_threads", "write_threads", "fetch_bytes", "max_hung"):
             _check_count(name, getattr(self, name), least=1)
         _check_count("prefetch_threshold", self.prefetch_threshold, least=0)
+        if self.prefill_tokens_per_second is not None:
+            check_rate("prefill_tokens_per_second", self.prefill_tokens_per_second)
         for name in ("longest_wait", "absent_seconds"):
             _check_seconds(name, getattr(self, name))
+        for name in ("call_timeout", "probe_seconds"):
+            _check_above_zero(name, getattr(self, name))
+        if self.generation_seconds is not None:
+            _check_above_zero("generation_seconds", self.generation_seconds)
+        if self.touch_seconds is not None and self.touch_seconds != "auto":
+            _check_above_zero("touch_seconds", self.touch_seconds)
         for name in ("copy_bound", "read_bound", "write_bound"):
             bound = getattr(self, name)
             _check_count(f"{name}.bytes", bound.bytes, least=1)
             _check_count(f"{name}.requests", bound.requests, least=1)
+
+    def touches(self, ttl: float | None) -> float | None:
+        """Seconds between two touches of a path, for a backend whose objects live `ttl` seconds after their last use.
+
+        None: never.
+        """
+        if not isinstance(self.touch_seconds, str):
+            return self.touch_seconds
+        return _TOUCH_SECONDS if ttl is None else max(_TOUCH_SECONDS, ttl / 4)
 
     def fetch_pages(self, page_bytes: int) -> int:
         """Pages of one transfer from storage."""
@@ -177,6 +224,12 @@ def _edge(given: WritePolicy) -> EdgePolicy:
 def _check_seconds(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
         raise ConfigError(f"{name}={value!r:.60} is not a number of seconds, 0 or more")
+
+
+def _check_above_zero(name: str, value: object) -> None:
+    _check_seconds(name, value)
+    if not value:
+        raise ConfigError(f"{name}=0 does not work: give seconds above 0")
 
 
 def _check_count(name: str, value: object, *, least: int) -> None:

@@ -13,10 +13,10 @@ from hicache.runtime.flight import Flight
 from hicache.runtime.loading import Loader
 from hicache.runtime.options import Options
 from hicache.runtime.pools import Pools
+from hicache.runtime.port import StoragePort
 from hicache.runtime.reducer import Reducer
 from hicache.runtime.scopes import Scopes
 from hicache.runtime.storage_io import StorageIO
-from hicache.storage.base import StorageBackend
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +28,11 @@ class Parts:
         options: settings.
         clock: time for all of it.
         pools: memory, and the engine that copies.
-        backend: the guarded backend; None without storage.
-        owns_backend: whether the backend was opened here, and is closed with the cache.
+        port: where the backend is attached, or may be; None in a cache that has no storage and never will.
         core: the pure core; touched only under the reducer's lock.
         reducer: the lock and the inbox.
         executor: starts and completes transfers.
-        storage: threads for storage; None without storage.
+        storage: threads for storage; None without a port.
         scopes: namespaces and their trees.
         loader: prefetches and loads.
         publisher: hands events out.
@@ -46,8 +45,7 @@ class Parts:
     options: Options
     clock: Clock
     pools: Pools
-    backend: StorageBackend | None
-    owns_backend: bool
+    port: StoragePort | None
     core: Core
     reducer: Reducer
     executor: Executor

@@ -34,6 +34,11 @@ class QueueStatistics:
         bytes: payload bytes of both.
         refused: jobs turned away at the bound, since the start.
         failed: jobs whose work raised, since the start.
+        hung: jobs inside a storage call that counts as hung now; they are not in `running`.
+        abandoned: calls that have counted as hung, since the start.
+        replaced: threads started in the place of one that hung, since the start.
+        stopped: whether so many calls hang that no more are made, but for a probe now and then.
+        stopped_refused: jobs turned away for that, since the start.
     """
 
     waiting: int = 0
@@ -41,6 +46,11 @@ class QueueStatistics:
     bytes: int = 0
     refused: int = 0
     failed: int = 0
+    hung: int = 0
+    abandoned: int = 0
+    replaced: int = 0
+    stopped: bool = False
+    stopped_refused: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,6 +80,7 @@ class BoundedQueue:
         self._changed = threading.Condition(threading.Lock())
         self._jobs: deque[Job] = deque()
         self._running = 0
+        self._abandoned: set[Job] = set()
         self._bytes = 0
         self._refused = 0
         self._failed = 0
@@ -111,9 +122,33 @@ class BoundedQueue:
     def ended(self, job: Job, *, failed: bool = False) -> None:
         """Give back a job's share of the bound."""
         with self._changed:
+            self._failed += failed
+            if job in self._abandoned:
+                self._abandoned.discard(job)
+                return
             self._running -= 1
             self._bytes -= job.cost
-            self._failed += failed
+
+    def abandon(self, job: Job) -> None:
+        """A job that was taken hangs: it gives back its share now, as if it had ended, so that others can go on."""
+        with self._changed:
+            self._abandoned.add(job)
+            self._running -= 1
+            self._bytes -= job.cost
+
+    def drop(self) -> list[Job]:
+        """Take back the jobs that nobody has begun; the caller fails them. The queue stays open."""
+        with self._changed:
+            left = list(self._jobs)
+            self._jobs.clear()
+            self._bytes -= sum(job.cost for job in left)
+            return left
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything waits or runs, what was abandoned left out."""
+        with self._changed:
+            return bool(self._jobs or self._running)
 
     def room(self) -> Bound:
         """What `offer` would still take."""
@@ -127,11 +162,8 @@ class BoundedQueue:
         """Take nothing more, wake all who wait in `take`, return the jobs nobody has begun; the caller fails them."""
         with self._changed:
             self._closed = True
-            left = list(self._jobs)
-            self._jobs.clear()
-            self._bytes -= sum(job.cost for job in left)
             self._changed.notify_all()
-            return left
+        return self.drop()
 
     def statistics(self) -> QueueStatistics:
         """A snapshot."""
@@ -142,27 +174,71 @@ class BoundedQueue:
 class Workers:
     """Threads that empty one queue. They survive whatever a job raises; that job alone fails.
 
-    The threads are daemons: a backend call that never comes back must not keep the interpreter from ending.
+    The threads are daemons: a backend call that never comes back must not keep the interpreter from ending. One that
+    hangs in such a call can be given up: another takes its place, and it ends when the call does.
     """
 
     def __init__(self, name: str, queue: BoundedQueue, *, threads: int) -> None:
+        self._name = name
         self._queue = queue
-        self._threads = [
-            threading.Thread(target=self._loop, name=f"hicache-{name}-{i}", daemon=True) for i in range(threads)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._lock = threading.Lock()
+        self._jobs: dict[threading.Thread, Job | None] = {}
+        self._given_up: set[threading.Thread] = set()
+        self._started = 0
+        for _ in range(threads):
+            self.add()
 
-    def _loop(self) -> None:
-        while (job := self._queue.take()) is not None:
-            self._queue.carry_out(job)
+    def add(self) -> None:
+        """Start one more thread."""
+        with self._lock:
+            name = f"hicache-{self._name}-{self._started}"
+            self._started += 1
+            thread = threading.Thread(target=self._loop, name=name, daemon=True)
+            self._jobs[thread] = None
+        thread.start()
+
+    def at_work(self) -> list[tuple[threading.Thread, Job]]:
+        """Threads inside a job, those that were given up left out."""
+        with self._lock:
+            return [(t, job) for t, job in self._jobs.items() if job is not None and t not in self._given_up]
+
+    def give_up(self, thread: threading.Thread, job: Job) -> bool:
+        """Expect nothing more of a thread inside a job: it ends when it comes back. False if it has come back."""
+        with self._lock:
+            if self._jobs.get(thread) is not job or thread in self._given_up:
+                return False
+            self._given_up.add(thread)
+            self._queue.abandon(job)
+            return True
+
+    @property
+    def given_up(self) -> int:
+        """Threads that were given up and have not come back."""
+        with self._lock:
+            return len(self._given_up)
 
     def join(self, wait: Callable[[threading.Thread], None]) -> int:
         """Wait for the threads after the queue's `close`; `wait` bounds each. Returns how many still run."""
-        for thread in self._threads:
+        with self._lock:
+            threads = list(self._jobs)
+        for thread in threads:
             if thread is not threading.current_thread():
                 wait(thread)
-        return sum(thread.is_alive() for thread in self._threads)
+        return sum(thread.is_alive() for thread in threads)
+
+    def _loop(self) -> None:
+        thread = threading.current_thread()
+        while (job := self._queue.take()) is not None:
+            with self._lock:
+                self._jobs[thread] = job
+            self._queue.carry_out(job)
+            with self._lock:
+                self._jobs[thread] = None
+                if thread in self._given_up:
+                    break
+        with self._lock:
+            self._jobs.pop(thread, None)
+            self._given_up.discard(thread)
 
 
 def _attempt(call: Callable[[], None]) -> bool:

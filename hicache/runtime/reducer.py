@@ -22,6 +22,7 @@ from hicache.runtime.waiting import Wait
 
 _log = logging.getLogger("hicache.runtime")
 
+_LEAST_WAIT = 0.05  # seconds: with a clock that stands still there is nothing to hurry for
 SWEEP_PAGES = 8192  # freeing so many cleared pages takes well under a millisecond
 
 
@@ -42,6 +43,8 @@ class Reducer:
         dispatch: starts a transfer; set once by the executor.
         closed: why nobody may use the cache any more, or None.
         sweeping: whether cleared pages wait to be freed, slice by slice.
+        forgetting: whether beliefs about a storage that was detached wait to be dropped, slice by slice.
+        look: gives up storage calls that hang; returns seconds until the next could, None when nothing is under way.
         flushes: whether the clean reserve needs keeping.
         internal_errors: exceptions of the core that were caught where nobody could handle them.
     """
@@ -64,6 +67,8 @@ class Reducer:
         self.transfers: dict[int, Transfer] = {}
         self.internal_errors = 0
         self.sweeping = False
+        self.forgetting = False
+        self.look: Callable[[], float | None] = _no_storage
         self.flushes = flushes
         self._wait = wait
         self._publish = publish
@@ -134,7 +139,9 @@ class Reducer:
         """
         self.waiters += 1
         try:
-            self._wait(self.changed, timeout)
+            # Whoever waits looks after calls that hang, so that what is queued behind them gets its turn.
+            soon = self.look()
+            self._wait(self.changed, timeout if soon is None else min(timeout, soon))
         finally:
             self.waiters -= 1
         if self.closed is not None:
@@ -146,6 +153,12 @@ class Reducer:
         with self.lock:
             self.sweeping = self.core.sweep(SWEEP_PAGES) > 0
             self.notify()
+
+    def forget(self) -> None:
+        """Drop one slice of beliefs about a storage that was detached. Takes the lock."""
+        with self.lock:
+            self.forgetting = self.core.forget_storage()
+            self.settle()
 
     def _guarded(self, call: Callable[..., object], args: tuple[Any, ...]) -> None:
         try:
@@ -159,12 +172,16 @@ class Reducer:
 
 
 class Pump:
-    """The thread that applies what was posted while no caller comes by, and frees cleared pages in slices."""
+    """The thread that applies what was posted while no caller comes by, and frees cleared pages in slices.
+
+    While storage work is under way it looks now and then for calls that hang.
+    """
 
     def __init__(self, reducer: Reducer) -> None:
         self._reducer = reducer
         # A SimpleQueue may be put to from finalisers, which can interrupt anything; locks and events may not.
         self._bell: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._watching = False
         self._thread = threading.Thread(target=self._loop, name="hicache-pump", daemon=True)
         reducer.use_pump(self.ring)
         self._thread.start()
@@ -172,6 +189,11 @@ class Pump:
     def ring(self) -> None:
         """There may be something to do."""
         self._bell.put(True)
+
+    def watch(self) -> None:
+        """Storage work has begun."""
+        if not self._watching:
+            self._bell.put(True)
 
     def stop(self, join: Callable[[threading.Thread], None]) -> bool:
         """End the thread; True if it has ended."""
@@ -182,12 +204,28 @@ class Pump:
 
     def _loop(self) -> None:
         reducer = self._reducer
-        while self._bell.get():
+        while self._next():
             if not reducer.idle:
                 with reducer.lock:
                     reducer.settle()
             while reducer.sweeping:
                 reducer.sweep()
+            while reducer.forgetting:
+                reducer.forget()
+
+    def _next(self) -> bool:
+        """Wait for the bell, or until it is time to look for calls that hang. False: the end."""
+        self._watching = False  # before the look: what begins after it rings
+        soon = self._reducer.look()
+        self._watching = soon is not None
+        try:
+            return self._bell.get(timeout=soon if soon is None else max(soon, _LEAST_WAIT))
+        except queue.Empty:
+            return True
+
+
+def _no_storage() -> None:
+    return None
 
 
 def _nowhere(transfer: Transfer) -> None:

@@ -30,6 +30,7 @@ from hicache.runtime.options import check_deadline
 if TYPE_CHECKING:
     from hicache.runtime.cache import EmbeddedCache
     from hicache.runtime.loading import Prefetch
+    from hicache.runtime.planner import LoadDecision
 
 Spans = tuple[Span, ...]
 
@@ -54,6 +55,7 @@ class Request:
         "_closed",
         "_counts",
         "_deadline",
+        "_decision",
         "_lease",
         "_prefetch",
         "_spans",
@@ -84,11 +86,20 @@ class Request:
         self._deadline = deadline
         self._closed = False
         self._counts: RequestCounts | None = None
+        self._decision: LoadDecision | None = None
 
     @property
     def match(self) -> Match:
         """What was usable, by tier, when the request began; what storage was found to have is added."""
         return self._lease.match
+
+    @property
+    def decision(self) -> LoadDecision | None:
+        """What `load` decided to bring up and what to leave to be computed.
+
+        None before `load`, where the engine's prefill rate is not known, and where no lower tier had anything.
+        """
+        return self._decision
 
     @property
     def tokens(self) -> int:
@@ -129,7 +140,8 @@ class Request:
         """
         lease = self._open()
         if lease.start is None and (self._prefetch is not None or lease.match.host):
-            self._cache.parts.loader.load(lease, self._prefetch, started=self._started, deadline=self._deadline)
+            loader = self._cache.parts.loader
+            self._decision = loader.load(lease, self._prefetch, started=self._started, deadline=self._deadline)
         return lease.device_slots()
 
     def allocate(self, pages: int | None = None, *, deadline: float | None = None) -> Slots:

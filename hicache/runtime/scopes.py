@@ -1,17 +1,29 @@
-"""The namespaces that requests of one cache fall into, each with its tree."""
+"""The namespaces that requests of one cache fall into, each with its tree.
+
+The generation of a namespace's content lies in storage: a clear raises it, in this process or in another. It is asked
+for at the first use, and again when it was last known `generation_seconds` ago, on a storage thread. So after another
+process has cleared a namespace, a request that begins `generation_seconds` later, plus the time in which the backend
+itself may still tell the old one, hits nothing old any more. The exception is storage that does not answer: then this
+process goes on with what it knows, since its own tiers must not stop because of storage.
+"""
 
 from __future__ import annotations
 
 import json
 import threading
+from math import inf
+from typing import Final
 
 from hicache.clock import Clock
 from hicache.core.hashing import PageHasher
 from hicache.core.identity import Adapter, DerivedNamespace, Namespace, can_cache
 from hicache.core.tree import HiRadixTree
+from hicache.runtime.port import StoragePort
 from hicache.runtime.reducer import Reducer
 from hicache.runtime.storage_io import StorageIO
-from hicache.storage.base import StorageBackend
+
+PATIENCE: Final = 0.02
+"""Seconds that a request waits at most for a generation to be confirmed, if storage is not known to be slow."""
 
 
 class Scope:
@@ -23,9 +35,12 @@ class Scope:
         tree: its live tree; None until the generation is known. Replaced by `clear`, under the reducer's lock.
         asking: whether storage is being asked for the generation.
         slow: storage did not answer in time once; nobody waits for it again, until it has answered.
+        asked: when storage was asked last, of what it has answered; None: never.
+        ask_at: when the generation is to be asked for again.
+        current_until: until when it counts as known.
     """
 
-    __slots__ = ("asking", "hasher", "namespace", "slow", "tree")
+    __slots__ = ("ask_at", "asking", "current_until", "hasher", "namespace", "slow", "tree")
 
     def __init__(self, namespace: DerivedNamespace) -> None:
         self.namespace = namespace
@@ -33,13 +48,23 @@ class Scope:
         self.tree: HiRadixTree | None = None
         self.asking = False
         self.slow = False
+        self.ask_at = self.current_until = inf
 
 
 class Scopes:
     """Finds the scope of a request. Thread-safe.
 
-    The generation of a namespace's content lies in storage. It is asked for once, on a storage thread; a request that
-    cannot wait for the answer goes past the cache, since pages of an unknown generation have no name.
+    A request that cannot wait for the first answer about a generation goes past the cache, since pages of an unknown
+    generation have no name.
+
+    Args:
+        base: the model as served.
+        reducer: the lock around the core.
+        port: where the backend is, or None.
+        storage: its threads, or None.
+        clock: time.
+        width: bytes of a page's symbol.
+        generation_seconds: how long a generation counts as known; None is for ever.
     """
 
     def __init__(
@@ -47,17 +72,19 @@ class Scopes:
         base: Namespace,
         *,
         reducer: Reducer,
-        backend: StorageBackend | None,
+        port: StoragePort | None,
         storage: StorageIO | None,
         clock: Clock,
         width: int,
+        generation_seconds: float | None,
     ) -> None:
         self._base = base
         self._reducer = reducer
-        self._backend = backend
+        self._port = port
         self._storage = storage
         self._now = clock.now
         self._width = width
+        self._seconds = inf if generation_seconds is None else generation_seconds
         self._lock = threading.Lock()
         self._scopes: dict[tuple[Adapter | None, str | None, str | None], Scope] = {}
         self._by_digest: dict[bytes, Scope] = {}
@@ -69,9 +96,10 @@ class Scopes:
             StorageError: storage cannot be asked.
         """
         scope = self._scope(None, None, None)
-        generation = self._backend.generation(scope.namespace.digest) if self._backend is not None else 0
+        asked = self._now()
+        generation = self._port.generation(scope.namespace.digest) if self._port is not None and self._attached else 0
         with self._reducer.lock:
-            self._resolved(scope, generation)
+            self._resolved(scope, generation, asked)
         return scope
 
     def find(
@@ -101,12 +129,51 @@ class Scopes:
             return None
         return self._by_digest.get(self._base.derive(adapter=adapter, tenant=tenant, salt=salt).digest)
 
+    def resolved(self) -> list[Scope]:
+        """All scopes whose generation is known."""
+        with self._lock:
+            return [scope for scope in self._by_digest.values() if scope.tree is not None]
+
+    def refresh(self, scope: Scope, now: float, deadline: float) -> None:
+        """Ask again for a generation that has not been confirmed for half of its time; it changes under the lock.
+
+        When all of its time is over the answer is waited for, but only for a moment, not behind other storage work,
+        and not where storage was slow before.
+
+        Args:
+            scope: a scope with a tree.
+            now: the time.
+            deadline: until when the request may wait.
+        """
+        if not self._attached:
+            return
+        storage, reducer = self._storage, self._reducer
+        assert storage is not None
+        with reducer.lock:
+            quick = not scope.slow and storage.free_to_ask()
+            if not scope.asking:
+                scope.asking = self._ask(scope)
+            if now < scope.current_until or not quick:
+                return
+            until = min(deadline, now + PATIENCE)
+            while scope.asking and (left := until - self._now()) > 0:
+                reducer.wait(left)
+            scope.slow = scope.asking
+
+    def agreed(self, scope: Scope, generation: int) -> None:
+        """Storage says that this is a namespace's generation. The reducer's lock is held."""
+        self._resolved(scope, generation, self._now())
+
     def manifest(self, digest: bytes) -> bytes | None:
         """The description of a namespace that is kept beside its objects, as JSON."""
         scope = self._by_digest.get(digest)
         if scope is None:
             return None
         return json.dumps(scope.namespace.describe(), sort_keys=True, indent=1).encode()
+
+    @property
+    def _attached(self) -> bool:
+        return self._storage is not None and self._storage.attached
 
     def _scope(self, adapter: Adapter | None, tenant: str | None, salt: str | None) -> Scope:
         key = (adapter, tenant, salt)
@@ -125,8 +192,8 @@ class Scopes:
     def _resolve(self, scope: Scope, deadline: float | None) -> None:
         reducer = self._reducer
         with reducer.lock:
-            if self._backend is None:
-                self._resolved(scope, 0)
+            if not self._attached:
+                self._resolved(scope, 0, self._now())
                 return
             if not scope.asking:
                 scope.asking = self._ask(scope)
@@ -137,23 +204,39 @@ class Scopes:
             scope.slow = scope.tree is None
 
     def _ask(self, scope: Scope) -> bool:
-        backend, storage, post = self._backend, self._storage, self._reducer.post
-        assert backend is not None
+        port, storage, post = self._port, self._storage, self._reducer.post
+        assert port is not None
         assert storage is not None
+        attachment = storage.attachment
 
         def ask() -> None:
-            post(self._resolved, scope, backend.generation(scope.namespace.digest))
+            asked = self._now()
+            post(self._answered, scope, port.generation(scope.namespace.digest), asked, attachment)
 
         return storage.call(ask, fail=lambda: post(self._unresolved, scope))
 
-    def _resolved(self, scope: Scope, generation: int) -> None:
-        if scope.tree is None:
-            scope.tree = self._reducer.core.tree(
+    def _answered(self, scope: Scope, generation: int, asked: float, attachment: int) -> None:
+        assert self._storage is not None
+        if self._storage.attached and self._storage.attachment == attachment:
+            self._resolved(scope, generation, asked)
+        else:
+            self._unresolved(scope)
+
+    def _resolved(self, scope: Scope, generation: int, asked: float) -> None:
+        core, tree = self._reducer.core, scope.tree
+        if tree is None:
+            scope.tree = core.tree(
                 scope.namespace.digest, width=self._width, hasher=scope.hasher, generation=generation
             )
+        elif generation > tree.generation:
+            scope.tree = core.clear(tree, generation)  # by another process
+            self._reducer.sweeping = True
         scope.asking = scope.slow = False
+        scope.ask_at = asked + self._seconds / 2
+        scope.current_until = asked + self._seconds
         self._reducer.notify()
 
     def _unresolved(self, scope: Scope) -> None:
         scope.asking = False
+        scope.ask_at = self._now() + self._seconds / 2
         self._reducer.notify()

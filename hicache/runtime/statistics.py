@@ -12,6 +12,7 @@ from hicache.core.transfers import TransferKind
 from hicache.memory.base import CopyStatistics
 from hicache.records import MissReason
 from hicache.runtime.parts import Parts
+from hicache.runtime.planner import PlanningStatistics
 from hicache.runtime.queues import QueueStatistics
 from hicache.storage.base import StorageStatistics
 
@@ -59,6 +60,7 @@ class CacheStatistics:
         failed_pages: pages whose transfer did not end well, by kind of transfer (`write_back`, `load`, ...).
         shed_by_reason: pages whose transfer was turned away because a queue was full, by reason.
         probes_refused: probes of storage that were turned away.
+        planning: what load-or-recompute has decided.
         internal_errors: exceptions that point to a bug of ours.
         core: tiers, nodes and transfers as the core sees them.
         copies: the copy engine.
@@ -80,6 +82,7 @@ class CacheStatistics:
     failed_pages: Mapping[str, int]
     shed_by_reason: Mapping[str, int]
     probes_refused: int
+    planning: PlanningStatistics
     internal_errors: int
     core: CoreStatistics
     copies: CopyStatistics
@@ -148,10 +151,11 @@ def snapshot(parts: Parts, ledger: Ledger, *, open_requests: int) -> CacheStatis
         failed_pages={kind.name.lower(): pages for kind, pages in core.failed.items() if pages},
         shed_by_reason=dict(parts.executor.shed),
         probes_refused=parts.loader.probes_refused,
+        planning=parts.loader.planner.statistics(),
         internal_errors=parts.reducer.internal_errors,
         core=core,
         copies=parts.pools.copies.statistics(),
-        storage=parts.backend.statistics() if parts.backend is not None else None,
+        storage=parts.port.statistics() if parts.port is not None and parts.port.backend is not None else None,
         reads=reads,
         writes=writes,
     )

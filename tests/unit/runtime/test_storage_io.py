@@ -17,6 +17,7 @@ from hicache.records import PageResult
 from hicache.runtime.absent import AbsentPages
 from hicache.runtime.objects import PageObjects
 from hicache.runtime.options import Options
+from hicache.runtime.port import StoragePort
 from hicache.runtime.queues import Bound
 from hicache.runtime.storage_io import Probe, StorageIO
 from hicache.storage.base import StorageBackend
@@ -41,16 +42,17 @@ class _Setup:
 
     def __init__(self, backend: StorageBackend, **options: Any) -> None:
         self.host = MmapHostPool(8, PAGE)
-        guarded = GuardedBackend(backend)
-        objects = PageObjects(guarded, buffer=self.host.buffer, plan=plan_shards(GEOMETRY, P), token_bytes=4 * P)
-        settings = Options(**({"read_threads": 1, "write_threads": 1} | options))
         self.clock = ManualClock()
+        port = StoragePort(GuardedBackend(backend), owned=False, now=self.clock.now)
+        objects = PageObjects(port, buffer=self.host.buffer, plan=plan_shards(GEOMETRY, P), token_bytes=4 * P)
+        settings = Options(**({"read_threads": 1, "write_threads": 1} | options))
         self.io = StorageIO(
-            guarded,
+            port,
             objects=objects,
             options=settings,
             absent=AbsentPages(self.clock, seconds=1.0),
             page_bytes=PAGE,
+            now=self.clock.now,
         )
         self._changed = threading.Condition()
         self.ended: dict[int, list[PageResult]] = {}
