@@ -88,7 +88,7 @@ class Room:
         self.graves.append(Grave(tree, self._registry.config.ghost_pages))
 
     def sweep(self, pages: int) -> int:
-        """Free cleared slots, about `pages` of them. Returns how many are left."""
+        """Free cleared slots, in about the time that `pages` of them in one node take. Returns how many are left."""
         while self.graves and pages > 0:
             grave = self.graves[0]
             if not grave.todo:
