@@ -66,7 +66,12 @@ class OutOfSlots(HicacheError):  # noqa: N818  the design's word
         self.capacity = capacity
         super().__init__(
             f"{asked} slots asked, {free} free and {evictable} evictable of {capacity}: "
-            "close requests that hold pages, or make the tier larger"
+            + (
+                "more than the whole tier, make it larger"
+                if asked > capacity
+                else "close requests that hold pages, wait for copies under way by allocate(deadline=SECONDS), "
+                "or make the tier larger"
+            )
         )
 
 

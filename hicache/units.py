@@ -1,13 +1,14 @@
-"""Sizes as people write them."""
+"""Numbers and sizes as people give them."""
 
 from __future__ import annotations
 
+import operator
 import re
-from typing import Final
+from typing import Any, Final
 
 from hicache.errors import ConfigError
 
-__all__ = ["LARGEST_SIZE", "format_size", "parse_size"]
+__all__ = ["LARGEST_SIZE", "format_size", "parse_size", "whole_number"]
 
 LARGEST_SIZE: Final = 2**60
 """Sizes above one EiB are mistakes of the unit, not wishes."""
@@ -28,6 +29,18 @@ _UNITS: Final[dict[str, int]] = {
 }
 _BINARY: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _SIZE = re.compile(r"([0-9]{1,20})(?:\.([0-9]{1,9}))?\s*([A-Za-z]*)")
+
+
+def whole_number(value: Any) -> int | None:
+    """The value as an int where it is an integer, numpy's included; None for a bool and all else."""
+    if type(value) is int:
+        return value
+    if isinstance(value, bool) or not hasattr(type(value), "__index__"):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:  # an array of numpy has the method, and only single numbers an answer
+        return None
 
 
 def parse_size(text: str) -> int:

@@ -9,8 +9,9 @@ from typing import Any, Final
 from hicache.core.framing import frame_number, frame_text
 from hicache.core.keys import MAX_HEAD_GROUPS, MAX_LAYERS
 from hicache.errors import GeometryError
+from hicache.units import whole_number
 
-__all__ = ["DTYPE_BYTES", "LayerGroup", "check_count", "check_label", "check_layers", "row_length"]
+__all__ = ["DTYPE_BYTES", "LayerGroup", "check_count", "check_label", "check_layers", "dtype_name", "row_length"]
 
 DTYPE_BYTES: Final = {
     "float32": 4,
@@ -35,17 +36,28 @@ def check_label(value: object, what: str) -> str:
 
 
 def check_count(value: object, what: str, *, least: int = 1, most: int = _MAX_BYTES) -> int:
-    """The value, if it is an integer in range; else a `GeometryError` that names `what`."""
-    if type(value) is not int or not least <= value <= most:
+    """The value as an int, if it is an integer in range; else a `GeometryError` that names `what`."""
+    number = whole_number(value)
+    if number is None or not least <= number <= most:
         raise GeometryError(f"{what} {value!r:.40} must be an integer of {least} to {most}")
-    return value
+    return number
+
+
+def dtype_name(dtype: Any) -> Any:
+    """The name of a dtype given by name, or as torch's or numpy's own; anything else as it is."""
+    if isinstance(dtype, str):
+        return dtype.removeprefix("torch.")
+    found = getattr(dtype, "name", None) or getattr(dtype, "__name__", None)  # numpy's dtypes, and its scalar types
+    if found is None and type(dtype).__module__ == "torch":
+        found = str(dtype).removeprefix("torch.")
+    return dtype if found is None else found
 
 
 def check_layers(layers: int | tuple[int, int]) -> tuple[int, int]:
     """A number of layers or a range, as an absolute range that is not empty; else a `GeometryError`."""
-    start, end = layers if isinstance(layers, tuple) and len(layers) == 2 else (0, layers)
-    check_count(start, "first layer", least=0, most=MAX_LAYERS - 1)
-    check_count(end, "layers", least=1, most=MAX_LAYERS)
+    first, behind = layers if isinstance(layers, tuple) and len(layers) == 2 else (0, layers)
+    start = check_count(first, "first layer", least=0, most=MAX_LAYERS - 1)
+    end = check_count(behind, "layers", least=1, most=MAX_LAYERS)
     if start >= end:
         raise GeometryError(f"layers {start} to {end} are empty: end must be above start")
     return start, end
@@ -55,11 +67,11 @@ def _largest_divisor(number: int, limit: int) -> int:
     return next(divisor for divisor in range(min(number, limit), 0, -1) if number % divisor == 0)
 
 
-def row_length(dim: int, dtype: str, row_bytes: int | None) -> int:
+def row_length(dim: int, dtype: Any, row_bytes: int | None) -> int:
     """Bytes of one row of `dim` elements: `row_bytes` where given, else by the dtype's size."""
     if row_bytes is not None:
         return check_count(row_bytes, "row_bytes")
-    if dtype not in DTYPE_BYTES:
+    if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
         known = ", ".join(DTYPE_BYTES)
         raise GeometryError(f"dtype {dtype!r:.40} has no known size: use one of {known}, or give row_bytes")
     return dim * DTYPE_BYTES[dtype]
@@ -94,23 +106,27 @@ class LayerGroup:
     dims: str = "1"
 
     def __post_init__(self) -> None:
-        check_layers(self.layers)
-        check_count(self.kv_heads, "kv_heads", least=0, most=MAX_HEAD_GROUPS)
-        check_count(self.token_bytes, "token bytes of a cell", least=0)
-        check_count(self.page_bytes, "page bytes of a cell", least=0)
+        self._set("layers", check_layers(self.layers))
+        self._set("kv_heads", check_count(self.kv_heads, "kv_heads", least=0, most=MAX_HEAD_GROUPS))
+        self._set("token_bytes", check_count(self.token_bytes, "token bytes of a cell", least=0))
+        self._set("page_bytes", check_count(self.page_bytes, "page bytes of a cell", least=0))
+        self._set("dtype", dtype_name(self.dtype))
         if (self.token_bytes == 0) == (self.page_bytes == 0):
             raise GeometryError("a cell has either bytes per token or bytes per page: give exactly one")
         for value, what in ((self.kind, "kind"), (self.dtype, "dtype"), (self.dims, "dims")):
             check_label(value, what)
         if self.kv_heads == 0:
-            check_count(self.head_group, "head_group without a head axis", least=0, most=0)
+            self._set("head_group", check_count(self.head_group, "head_group without a head axis", least=0, most=0))
             return
-        check_count(self.head_group, "head_group", most=MAX_HEAD_GROUPS)
+        self._set("head_group", check_count(self.head_group, "head_group", most=MAX_HEAD_GROUPS))
         if self.kv_heads % self.head_group:
             fits = _largest_divisor(self.kv_heads, self.head_group)
             raise GeometryError(
                 f"head_group={self.head_group} does not divide {self.kv_heads} kv heads: use head_group={fits}"
             )
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
 
     @property
     def layer_count(self) -> int:

@@ -144,7 +144,7 @@ class Namespace:
         if self.hash not in HASH_ALGORITHMS:
             raise NamespaceError(f"hash {self.hash!r:.40} is unknown: use one of {', '.join(HASH_ALGORITHMS)}")
         try:
-            check_page_size(self.page_size)
+            self._set("page_size", check_page_size(self.page_size))
         except InvalidInput as error:
             raise NamespaceError(str(error)) from None
         if self.scales is not None:

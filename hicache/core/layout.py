@@ -20,7 +20,7 @@ from hashlib import sha256
 from itertools import pairwise
 from typing import Any, Final
 
-from hicache.core.cells import DTYPE_BYTES, LayerGroup, check_count, check_label, check_layers, row_length
+from hicache.core.cells import DTYPE_BYTES, LayerGroup, check_count, check_label, check_layers, dtype_name, row_length
 from hicache.core.framing import frame, frame_number, frame_text
 from hicache.core.keys import MAX_HEAD_GROUPS, MAX_LAYERS, Shard
 from hicache.core.symbols import check_page_size
@@ -61,10 +61,9 @@ class KVGeometry:
         if self.format != CANONICAL:
             _check_opaque(self.format)
         if self.layer_partition is not None:
-            check_count(self.layer_partition, "layer_partition", most=MAX_LAYERS)
-            if self.layer_partition >= self.layers[1]:
-                # It cuts nothing: the same agreement as none, so it must have the same digest.
-                object.__setattr__(self, "layer_partition", None)
+            partition = check_count(self.layer_partition, "layer_partition", most=MAX_LAYERS)
+            # At or above the layers it cuts nothing: the same agreement as none, so it must have the same digest.
+            object.__setattr__(self, "layer_partition", partition if partition < self.layers[1] else None)
 
     @classmethod
     def mha(
@@ -84,13 +83,15 @@ class KVGeometry:
             layers: number of layers, or their absolute range.
             kv_heads: key-value heads of the whole model, before any tensor parallelism.
             head_dim: elements of one head.
-            dtype: name of the elements' type, see `DTYPE_BYTES`; any label with `row_bytes`.
+            dtype: name of the elements' type, see `DTYPE_BYTES`, or torch's or numpy's dtype of that name; any label
+                with `row_bytes`.
             head_group: kv heads a shard; by default all. Tensor parallelism needs a divisor of the heads of a rank.
             layer_partition: layers a shard; by default all. Pipeline stages must begin on its multiples.
             row_bytes: bytes of one key (or value) row, one token and head, where elements are packed.
         """
-        check_count(kv_heads, "kv_heads", most=MAX_HEAD_GROUPS)
-        check_count(head_dim, "head_dim")
+        kv_heads = check_count(kv_heads, "kv_heads", most=MAX_HEAD_GROUPS)
+        head_dim = check_count(head_dim, "head_dim")
+        dtype = dtype_name(dtype)
         heads = kv_heads if head_group is None else check_count(head_group, "head_group", most=MAX_HEAD_GROUPS)
         row = row_length(head_dim, dtype, row_bytes)
         group = LayerGroup(check_layers(layers), kv_heads, heads, 2 * heads * row, 0, "mha", dtype, str(head_dim))
@@ -113,12 +114,15 @@ class KVGeometry:
             layers: number of layers, or their absolute range.
             latent_dim: elements of the compressed latent.
             rope_dim: elements of the decoupled rotary key, stored behind the latent.
-            dtype: name of the elements' type, see `DTYPE_BYTES`; any label with `row_bytes`.
+            dtype: name of the elements' type, see `DTYPE_BYTES`, or torch's or numpy's dtype of that name; any label
+                with `row_bytes`.
             layer_partition: layers a shard; by default all.
             row_bytes: bytes of one token's row, where it is packed or carries scales.
         """
-        dim = check_count(latent_dim, "latent_dim") + check_count(rope_dim, "rope_dim", least=0)
-        row = row_length(dim, dtype, row_bytes)
+        latent_dim = check_count(latent_dim, "latent_dim")
+        rope_dim = check_count(rope_dim, "rope_dim", least=0)
+        dtype = dtype_name(dtype)
+        row = row_length(latent_dim + rope_dim, dtype, row_bytes)
         group = LayerGroup(check_layers(layers), 0, 0, row, 0, "mla", dtype, f"{latent_dim}+{rope_dim}")
         return cls((group,), layer_partition=layer_partition)
 
@@ -153,7 +157,8 @@ class KVGeometry:
             layer_partition: layers a shard; by default all.
         """
         bounds = check_layers(layers)
-        cells = (bounds[1] - bounds[0]) * (1 if head_groups is None else check_count(head_groups, "head_groups"))
+        head_groups = None if head_groups is None else check_count(head_groups, "head_groups")
+        cells = (bounds[1] - bounds[0]) * (head_groups or 1)
         group = LayerGroup(
             bounds,
             head_groups or 0,
@@ -189,7 +194,7 @@ class KVGeometry:
 
     def page_bytes(self, page_size: int) -> int:
         """Bytes of one page in all layers and heads."""
-        check_page_size(page_size)
+        page_size = check_page_size(page_size)
         return sum(group.layer_count * group.head_groups * group.cell_bytes(page_size) for group in self.groups)
 
     def record(self, page_size: int) -> bytes:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from hicache.core.framing import digest16, frame
 from hicache.errors import InvalidInput
+from hicache.units import whole_number
 
 __all__ = [
     "EXTRAS_SIZE",
@@ -45,14 +46,17 @@ _TOKEN_LIMIT: Final = 2**32 - 1
 
 
 def check_page_size(page_size: int) -> int:
-    """The page size, if it is one.
+    """The page size as an int, if it is one.
 
     Raises:
         InvalidInput: not an integer of 1 to `MAX_PAGE_SIZE`.
     """
-    if type(page_size) is not int or not 1 <= page_size <= MAX_PAGE_SIZE:
+    if type(page_size) is int and 1 <= page_size <= MAX_PAGE_SIZE:
+        return page_size
+    number = whole_number(page_size)
+    if number is None or not 1 <= number <= MAX_PAGE_SIZE:
         raise InvalidInput(f"page_size {page_size!r:.40} must be an integer of 1 to {MAX_PAGE_SIZE}, such as 64")
-    return page_size
+    return number
 
 
 def symbols(tokens: Tokens, page_size: int, extras: bytes | None = None) -> bytes:
@@ -95,6 +99,8 @@ def _as_u32(tokens: Tokens) -> NDArray[np.uint32]:
         ids = np.asarray(tokens)  # arrays of numpy and others, tensors in host memory, array.array
     except (TypeError, ValueError, RuntimeError) as error:
         raise InvalidInput(f"tokens of type {type(tokens).__name__} cannot be read: give integers ({error})") from error
+    if ids.ndim == 0:
+        raise InvalidInput(f"tokens are {type(tokens).__name__}: give a list or an array of token ids")
     if ids.ndim != 1:
         raise InvalidInput(f"tokens have {ids.ndim} dimensions: give one prompt at a time, shape (tokens,)")
     if ids.dtype.kind not in "iu" and ids.size:  # an empty array is float by default

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Final
 
 from hicache.core.layout import DTYPE_BYTES, KVGeometry, LayerGroup
+from hicache.core.symbols import check_page_size
 from hicache.errors import GeometryError
 
 __all__ = ["LAYOUTS", "PageLayout", "layout_axes"]
@@ -54,7 +55,17 @@ class PageLayout:
 
     @classmethod
     def of(cls, geometry: KVGeometry, page_size: int) -> PageLayout:
-        """The layout of a geometry's pages. Where layers differ from each other, the page is one opaque run."""
+        """The layout of a geometry's pages. Where layers differ from each other, the page is one opaque run.
+
+        Raises:
+            GeometryError: no geometry.
+            InvalidInput: a page size that is none.
+        """
+        if not isinstance(geometry, KVGeometry):
+            raise GeometryError(
+                f"geometry must be a KVGeometry, not {type(geometry).__name__}: use KVGeometry.mha(...) or another"
+            )
+        page_size = check_page_size(page_size)
         group = geometry.groups[0]
         if len(geometry.groups) > 1 or group.kind not in {"mha", "mla"} or group.page_bytes:
             return cls._run(geometry, page_size)
@@ -127,7 +138,7 @@ def layout_axes(name: str, page: PageLayout) -> tuple[str, ...]:
     Raises:
         GeometryError: an unknown layout, or one that cannot hold these pages.
     """
-    axes = LAYOUTS.get(name)
+    axes = LAYOUTS.get(str(name))
     if axes is None:
         raise GeometryError(f"unknown device layout {name!r:.40}: use one of {', '.join(LAYOUTS)}")
     if page.kind == "opaque" and name != "opaque":

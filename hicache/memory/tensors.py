@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -15,7 +15,9 @@ from hicache.errors import GeometryError
 from hicache.memory.base import Bytes
 from hicache.memory.layout import PageLayout, layout_axes
 
-__all__ = ["device_view", "view_bytes"]
+__all__ = ["check_apart", "device_view", "view_bytes"]
+
+_MOST_WORK: Final[Any] = 1_000_000  # steps of numpy's search for a common byte, then it assumes one; most need a handful
 
 
 def view_bytes(tensor: Any, *, where: str, page: PageLayout) -> tuple[Bytes, int]:
@@ -34,12 +36,50 @@ def view_bytes(tensor: Any, *, where: str, page: PageLayout) -> tuple[Bytes, int
     _check_dtype(name, itemsize, where, page)
     if not array.flags.writeable:
         raise GeometryError(f"{where} is read-only: give writable memory")
-    overlapping = array.size > 0 and any(
-        size > 1 and stride == 0 for size, stride in zip(array.shape, array.strides, strict=True)
-    )
-    if overlapping:
-        raise GeometryError(f"{where} is expanded, its elements share memory: give a tensor of its own")
+    if _overlaps_itself(array):
+        raise GeometryError(f"{where} is expanded or cut so that its elements share memory: give a tensor of its own")
     return array, itemsize
+
+
+def check_apart(arrays: Sequence[Bytes]) -> None:
+    """See that no two layers lie in the same bytes, where a page of one would overwrite a page of the other.
+
+    Args:
+        arrays: one per layer, from `view_bytes`.
+
+    Raises:
+        GeometryError: two share memory, or are cut so that it cannot be told.
+    """
+    bounds = sorted((*_bounds(array), at) for at, array in enumerate(arrays) if array.size)
+    for position, (_, end, at) in enumerate(bounds):
+        for start, _, other in bounds[position + 1 :]:
+            if start >= end:
+                break
+            if np.may_share_memory(arrays[at], arrays[other], max_work=_MOST_WORK):
+                low, high = sorted((at, other))
+                raise GeometryError(
+                    f"the tensors of layers {low} and {high} share memory: give each layer memory of its own"
+                )
+
+
+def _bounds(array: Bytes) -> tuple[int, int]:
+    """Addresses of the first byte and behind the last."""
+    steps = [stride * (size - 1) for stride, size in zip(array.strides, array.shape, strict=True)]
+    start = array.ctypes.data
+    return start + sum(step for step in steps if step < 0), start + sum(step for step in steps if step > 0) + 1
+
+
+def _overlaps_itself(array: Bytes) -> bool:
+    """Whether an element may lie in another's bytes: ordered by stride, each axis must step over all before it."""
+    if not array.size:
+        return False
+    reach = 1
+    for stride, size in sorted((abs(stride), size) for stride, size in zip(array.strides, array.shape, strict=True)):
+        if size > 1:
+            if stride < reach:
+                return True
+            reach += stride * (size - 1)
+    return False
 
 
 def device_view(

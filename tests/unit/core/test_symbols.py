@@ -80,11 +80,11 @@ def test_no_tokens_of_any_kind_are_no_pages() -> None:
         (np.array([1.0]), "float64"),
         (np.array([True]), "bool"),
         (np.array([[1, 2]]), "2 dimensions"),
-        (np.array(3), "0 dimensions"),
+        (np.array(3), "tokens are ndarray: give a list"),
         ("12", "str"),
         (b"12", "bytes"),
-        (None, "dimensions"),
-        ({1: 2}, "dimensions"),
+        (None, "tokens are NoneType: give a list"),
+        ({1: 2}, "tokens are dict: give a list"),
     ],
 )
 def test_what_is_no_token_is_named(tokens: Any, words: str) -> None:
