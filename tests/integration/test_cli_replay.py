@@ -175,8 +175,8 @@ BAD_OPTIONS = {
     "storage without host": (["--storage", "memory://", "--page-bytes", "4096"], "--host"),
     "storage without bytes": (["--storage", "memory://", "--host", "10"], "--page-bytes"),
     "unknown scheme": (
-        ["--storage", "redis://x", "--host", "10", "--page-bytes", "4096", "--device", "10"],
-        "pip install 'hicache[redis]'",
+        ["--storage", "s4://x", "--host", "10", "--page-bytes", "4096", "--device", "10"],
+        "served by no installed package",
     ),
     "storage is no URL": (["--storage", "folder", "--host", "10", "--page-bytes", "4096", "--device", "10"], "folder"),
     "unknown storage parameter": (

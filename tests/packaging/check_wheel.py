@@ -16,9 +16,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 IMPORTS = """
-import sys, hicache, hicache_file
+import importlib.util, sys, hicache, hicache_file
 heavy = {"torch", "cupy", "grpc", "redis", "rich"} & set(sys.modules)
 assert not heavy, f"import hicache loads {heavy}"
+assert importlib.util.find_spec("hicache_redis"), "the Redis backend is not in the wheel"
 """
 
 

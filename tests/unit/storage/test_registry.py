@@ -52,11 +52,17 @@ def test_a_plug_in_is_found_loaded_and_opened(install: Install) -> None:
     backend.close()
 
 
-def test_an_unknown_scheme_says_what_is_installed_and_what_would_bring_it() -> None:
-    with pytest.raises(BackendUnavailableError, match=r"pip install 'hicache\[redis\]'.*installed: file, memory"):
-        open_storage("redis://localhost")
+def test_an_unknown_scheme_says_what_is_installed() -> None:
     with pytest.raises(BackendUnavailableError, match=r"served by no installed package.*file, memory"):
         open_storage("s4://bucket")
+
+
+def test_a_scheme_whose_client_is_missing_says_what_would_bring_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] in ("redis", "hicache_redis")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "redis", None)
+    with pytest.raises(BackendUnavailableError, match=r"does not load.*pip install 'hicache\[redis\]'"):
+        open_storage("redis://localhost")
 
 
 @pytest.mark.case("PLUG-3")

@@ -1,0 +1,245 @@
+"""The connections to one node, and the decision whether to try it at all."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import redis
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+from redis.retry import Retry
+
+from .channel import Channel, Deadline
+from .settings import Address, RedisSettings
+from .trouble import Trouble, reason_of_error
+
+__all__ = ["Gate", "NodePool", "connection_of"]
+
+FIRST_PAUSE: Final = 0.05
+LONGEST_PAUSE: Final = 2.0
+_AWAY: Final = frozenset({"timeout", "connection", "protocol", "auth", "loading"})
+
+
+class Gate:
+    """Leaves a node alone for a while after it failed, longer each time, and then lets one caller try. Thread-safe.
+
+    What is waited is drawn evenly between half of the pause and all of it, so that many clients do not come back
+    together.
+
+    Args:
+        now: a monotonic clock in seconds.
+        uniform: an even draw from [0, 1).
+    """
+
+    def __init__(self, *, now: Callable[[], float], uniform: Callable[[], float] = random.random) -> None:
+        self._now = now
+        self._uniform = uniform
+        self._lock = threading.Lock()
+        self._failures = 0
+        self._until = 0.0
+        self._probing = False
+        self.reason = ""
+
+    def enter(self) -> None:
+        """Begin a call.
+
+        Raises:
+            Trouble: with the last reason; the node is left alone.
+        """
+        with self._lock:
+            if self._failures == 0:
+                return
+            if self._probing or self._now() < self._until:
+                raise Trouble(self.reason)
+            self._probing = True
+
+    def failed(self, reason: str) -> None:
+        """The node did not answer."""
+        with self._lock:
+            now = self._now()
+            if self._failures == 0 or now >= self._until:
+                self._failures += 1
+                pause = min(FIRST_PAUSE * 2 ** min(self._failures - 1, 16), LONGEST_PAUSE)
+                self._until = now + pause * (0.5 + 0.5 * self._uniform())
+            self._probing = False
+            self.reason = reason
+
+    def worked(self) -> None:
+        """The node answered."""
+        if self._failures:
+            with self._lock:
+                self._failures = 0
+                self._probing = False
+                self.reason = ""
+
+
+def connection_of(settings: RedisSettings, address: Address) -> tuple[type[Any], dict[str, Any]]:
+    """The class and arguments of redis-py's connections to an address. It repeats nothing by itself."""
+    arguments: dict[str, Any] = {
+        "username": settings.username,
+        "password": settings.password,
+        "db": settings.db,
+        "socket_timeout": settings.timeout,
+        "socket_connect_timeout": settings.connect_timeout,
+        "retry": Retry(NoBackoff(), 0),
+        "protocol": settings.protocol,
+    }
+    host, port = address
+    if port == 0:
+        del arguments["socket_connect_timeout"]  # connecting to a Unix socket takes the time of any other call
+        return redis.UnixDomainSocketConnection, arguments | {"path": host}
+    arguments |= {"host": host, "port": port, "socket_keepalive": True}
+    if settings.tls is None:
+        return redis.Connection, arguments
+    arguments |= {
+        "ssl_ca_certs": settings.tls.ca,
+        "ssl_certfile": settings.tls.cert,
+        "ssl_keyfile": settings.tls.key,
+        "ssl_cert_reqs": "none" if settings.tls.verify == "none" else "required",
+        "ssl_check_hostname": settings.tls.verify == "full",
+    }
+    return redis.SSLConnection, arguments
+
+
+class NodePool:
+    """Connections to one node: bulk ones, handed out a call at a time, and redis-py's own client. Thread-safe.
+
+    A bulk connection is kept only after a call that read all of its replies; after anything else it is dropped, so no
+    reply can ever answer a later question.
+
+    Args:
+        settings: of the backend.
+        address: of the node.
+        now: a monotonic clock in seconds.
+
+    Attributes:
+        address: of the node.
+        client: redis-py's own client of this node.
+        gate: whether the node is tried.
+    """
+
+    def __init__(self, settings: RedisSettings, address: Address, *, now: Callable[[], float]) -> None:
+        self.address: Final = address
+        self.gate: Final = Gate(now=now)
+        self._timeout = settings.timeout
+        self._connect_timeout = settings.connect_timeout
+        self._class, arguments = connection_of(settings, address)
+        self._arguments = arguments | {"protocol": 2}
+        self._slots = threading.BoundedSemaphore(settings.connections)
+        self._lock = threading.Lock()
+        self._free: list[Any] = []
+        self._closed = False
+        self.client: Final[Any] = redis.Redis(
+            connection_pool=redis.ConnectionPool(connection_class=self._class, **arguments)
+        )
+
+    @contextlib.contextmanager
+    def channel(self, deadline: Deadline) -> Iterator[Channel]:
+        """A connection for one call.
+
+        Raises:
+            Trouble: it could not be had, or what was done with it broke off.
+        """
+        deadline.check()
+        self.gate.enter()
+        try:
+            with self._taken(deadline) as connection:
+                yield from self._use(connection, deadline)
+        except (Trouble, OSError, RedisError) as error:
+            reason = reason_of_error(error)
+            if reason in _AWAY:
+                self.gate.failed(reason)
+            else:
+                self.gate.worked()
+            raise Trouble(reason) from error
+        except BaseException:
+            self.gate.worked()  # whatever it was, it was not the node
+            raise
+        self.gate.worked()
+
+    @contextlib.contextmanager
+    def own(self, deadline: Deadline) -> Iterator[Any]:
+        """redis-py's own client of this node, under the same gate.
+
+        Raises:
+            Trouble: the call broke off.
+        """
+        deadline.check()
+        self.gate.enter()
+        try:
+            yield self.client
+        except (OSError, RedisError) as error:
+            reason = reason_of_error(error)
+            if reason in _AWAY:
+                self.gate.failed(reason)
+            else:
+                self.gate.worked()
+            raise Trouble(reason) from error
+        except BaseException:
+            self.gate.worked()
+            raise
+        self.gate.worked()
+
+    def close(self) -> None:
+        """Drop the connections; those in use are dropped when their call ends. Idempotent."""
+        with self._lock:
+            self._closed = True
+            free, self._free = self._free, []
+        for connection in free:
+            connection.disconnect()
+        self.client.connection_pool.disconnect()
+
+    def _use(self, connection: Any, deadline: Deadline) -> Iterator[Channel]:
+        clean = False
+        try:
+            channel = Channel(connection, timeout=self._timeout, deadline=deadline)
+            yield channel
+            clean = channel.empty
+            if clean:
+                channel.restore()
+        finally:
+            if not clean:
+                connection.disconnect()
+
+    @contextlib.contextmanager
+    def _taken(self, deadline: Deadline) -> Iterator[Any]:
+        if not self._slots.acquire(timeout=deadline.check()):
+            raise Trouble("no_connection")
+        try:
+            with self._lock:
+                connection = self._free.pop() if self._free else None
+            if connection is None:
+                connection = self._class(**self._arguments)
+            try:
+                self._connect(connection, deadline)
+                yield connection
+            finally:
+                self._give_back(connection)
+        finally:
+            self._slots.release()
+
+    def _connect(self, connection: Any, deadline: Deadline) -> None:
+        """Connect, unless it is connected and the server has neither said nor closed anything meanwhile."""
+        left = deadline.check()
+        connection.socket_timeout = min(self._timeout, left)
+        if hasattr(connection, "socket_connect_timeout"):
+            connection.socket_connect_timeout = min(self._connect_timeout, left)
+        connection.connect()
+        try:
+            if not connection.can_read(timeout=0):
+                return
+        except (OSError, RedisError):
+            pass  # the server has closed it: that is no failure of this call
+        connection.disconnect()
+        connection.connect()
+
+    def _give_back(self, connection: Any) -> None:
+        with self._lock:
+            if not self._closed:
+                self._free.append(connection)
+                return
+        connection.disconnect()
