@@ -23,7 +23,7 @@ from hicache.core.tree import HiRadixTree
 from hicache.errors import OutOfSlots
 from hicache.records import PageResult, Tier
 from hicache.testing.choices import Choices, CountingHasher, tag
-from hicache.testing.coremodel import ModelEngine, RunningTransfer
+from hicache.testing.coremodel import ModelEngine, RunningTransfer, check_orphans, written_tags
 from hicache.testing.told import ToldResidency
 
 T = TypeVar("T")
@@ -364,23 +364,20 @@ class CoreDriver:
 
     def _detach_or_attach(self) -> None:
         """The storage goes, or another and empty one comes. What is under way ends whenever it wants to."""
-        if not self.core.config.storage or not self._one_in(4):
+        core = self.core
+        if not core.config.storage or not self._one_in(4):
             return
-        if self.core.registry.stores:
-            self.core.detach_storage()
-            self._note("detached")
-            self._stored.clear()
-            self._acknowledged.clear()
-            self._putting.clear()
-            for running in self._running.values():
-                orphan = Tier.STORAGE in running.transfer.kind.value
-                assert running.transfer.orphaned == orphan, "a transfer of the storage that went was not told"
+        if not core.registry.stores:
+            while core.forget_storage(self._choices.integer(1, 4)):
+                core.check()
+            core.attach_storage()
+            self._note("attached")
             return
-        while self.core.forget_storage(self._choices.integer(1, 4)):
-            self._told.replay(self.core.events)
-            self.core.check()
-        self.core.attach_storage()
-        self._note("attached")
+        core.detach_storage()
+        self._note("detached")
+        for model in (self._stored, self._acknowledged, self._putting):
+            model.clear()
+        check_orphans(self._running.values())
 
     def _forget(self) -> None:
         self.core.forget_storage(self._choices.integer(1, 4))
@@ -488,27 +485,13 @@ class CoreDriver:
         if transfer.kind is TransferKind.FETCH:
             tags = [tag(page.hash) for page in transfer.pages]
         elif transfer.kind is TransferKind.WRITE:
-            tags = self._written_tags(transfer)
+            tags = written_tags(self.core, transfer)
         else:
             tags = self._source_tags(transfer) or []
         for slot, content, result in zip(slots.tolist(), tags, results, strict=True):
             if result == PageResult.OK:
                 self._tags[target][slot] = content
         self._settle(transfer, results)
-
-    def _written_tags(self, transfer: Transfer) -> list[int]:
-        """What the engine wrote there: the pages of the lease that owns the slots, whoever it is by now."""
-        assert transfer.target_slots is not None
-        table = self.core.registry.tables[_DEVICE]
-        tags = []
-        for slot in transfer.target_slots.tolist():
-            owner = self.core.registry.nodes[table.owner[slot]] if table.owner[slot] >= 0 else None
-            if owner is None:
-                tags.append(1 << 40)  # detached: its bytes are nobody's any more
-            else:
-                page = int(table.depth[slot]) - owner.first
-                tags.append(tag(owner.tree.hashes(owner, page, page + 1)[0]))
-        return tags
 
     def _settle(self, transfer: Transfer, results: list[PageResult]) -> None:
         if transfer.kind is TransferKind.PUT and not transfer.orphaned:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from hicache.core.cache import Core
 from hicache.core.residency import Slots
 from hicache.core.transfers import Lease, Transfer
+from hicache.records import Tier
+from hicache.testing.choices import tag
 
 
 @dataclass(eq=False)
@@ -24,3 +28,29 @@ class RunningTransfer:
     transfer: Transfer
     begun: bool = False
     got: list[bool] = field(default_factory=list)
+
+
+NOBODY = 1 << 40
+"""Tag of bytes in a slot that no node holds."""
+
+
+def written_tags(core: Core, transfer: Transfer) -> list[int]:
+    """What the engine wrote in a WRITE: the pages of the lease that owns the slots, whoever it is by now."""
+    assert transfer.target_slots is not None
+    table = core.registry.tables[Tier.DEVICE]
+    tags = []
+    for slot in transfer.target_slots.tolist():
+        owner = core.registry.nodes[table.owner[slot]] if table.owner[slot] >= 0 else None
+        if owner is None:
+            tags.append(NOBODY)  # detached: its bytes are nobody's any more
+        else:
+            page = int(table.depth[slot]) - owner.first
+            tags.append(tag(owner.tree.hashes(owner, page, page + 1)[0]))
+    return tags
+
+
+def check_orphans(running: Iterable[RunningTransfer]) -> None:
+    """A storage has just gone: all of its transfers, and no others, know that."""
+    for entry in running:
+        orphan = Tier.STORAGE in entry.transfer.kind.value
+        assert entry.transfer.orphaned == orphan, f"{entry.transfer}: orphaned is {entry.transfer.orphaned}"
