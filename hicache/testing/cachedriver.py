@@ -1,0 +1,630 @@
+"""Drives a whole embedded cache at random, with real bytes in all tiers, in one thread.
+
+`CacheDriver` plays engines, copy threads, storage threads, the storage itself and time. Wherever the cache waits or
+calls storage, other things may happen, as if other threads were at work. All of it is checked after each step (see
+`cachelife`), and what storage is given and gives is checked where it happens (see `watchedstorage`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from math import inf
+from threading import Condition
+from typing import Any, TypeVar
+
+import numpy as np
+
+from hicache.core.identity import Adapter
+from hicache.core.keys import ObjectKey
+from hicache.core.residency import PRIVATE
+from hicache.errors import CacheClosed, InvalidInput, OutOfSlots, StorageError
+from hicache.memory.writer import READY
+from hicache.records import Match, PageResult, Tier
+from hicache.storage.base import StorageBackend
+from hicache.testing.cachelife import NAMESPACE, Engine, Life, Written
+from hicache.testing.choices import Choices
+from hicache.testing.truth import Truth, Violation, require
+from hicache.testing.watchedstorage import WatchedStorage
+
+__all__ = ["CacheDriver"]
+
+T = TypeVar("T")
+_P = NAMESPACE.page_size
+_TICK = 0.125  # times are whole multiples of it, so that sums of them are exact
+_DEADLINES = (None, None, 0.0, _TICK, 4 * _TICK, 8.0)
+_SCOPES: tuple[dict[str, Any], ...] = ({}, {"tenant": "a"}, {"salt": "b"}, {"tenant": "a", "salt": "b"})
+_NO_DIGEST = Adapter("lora")
+_DEEPEST = 3
+_PARTIAL = b"\x77"
+
+
+class CacheDriver:
+    """A cache under random use, life after life on one storage.
+
+    Args:
+        choices: where decisions come from.
+        device, host: pages of the tiers; host 0 leaves that tier out.
+        storage: the backend, or None. It stays its owner's.
+        damage: flips a bit of a stored object, if it is there.
+        options: of `hicache.open`.
+
+    Attributes:
+        steps: steps made, those included that happened inside others.
+        seen: how often each kind of thing happened, so that a test can tell that it did.
+    """
+
+    def __init__(
+        self,
+        choices: Choices,
+        *,
+        device: int,
+        host: int,
+        storage: StorageBackend | None = None,
+        damage: Callable[[ObjectKey], bool] | None = None,
+        **options: Any,
+    ) -> None:
+        self.steps = 0
+        self.seen: dict[str, int] = {}
+        self._choices = choices
+        self._damage_object = damage
+        self._sizes = {"device": device, "host": host}
+        self._options = options
+        self._truth = Truth(NAMESPACE)
+        self._derived = [NAMESPACE.derive(**fields) for fields in _SCOPES]
+        self._prompts: list[tuple[int, list[int]]] = []
+        self._depth = 0
+        self._until = inf
+        self._storage: WatchedStorage | None = None
+        if storage is not None:
+            watched = WatchedStorage(
+                storage, truth=self._truth, choices=choices, meanwhile=self._meanwhile, note=self._note
+            )
+            assert isinstance(watched, WatchedStorage)
+            self._storage = watched
+        self._late: list[Callable[[], None]] = []
+        self._life = self._open()
+
+    def _open(self) -> Life:
+        faults, storage = 0, self._storage
+        if storage is not None:
+            faults, storage.faults = storage.faults, 0  # opening asks for a generation, and may rightly fail
+        try:
+            return Life(
+                storage,
+                self._truth,
+                **self._sizes,
+                meanwhile=self._meanwhile,
+                on_wait=self._on_wait,
+                options=self._options,
+            )
+        finally:
+            if storage is not None:
+                storage.faults = faults
+
+    # ---- choosing
+
+    def _one_in(self, n: int) -> bool:
+        return self._choices.integer(1, n) == 1
+
+    def _pick(self, items: Sequence[T]) -> T:
+        return items[self._choices.integer(0, len(items) - 1)]
+
+    def _note(self, what: str) -> None:
+        self.seen[what] = self.seen.get(what, 0) + 1
+
+    def _prompt(self) -> tuple[int, list[int]]:
+        if self._prompts and not self._one_in(5):
+            return self._pick(self._prompts)
+        which = 0 if not self._one_in(3) else self._choices.integer(0, len(_SCOPES) - 1)
+        tokens: list[int] = []
+        for _ in range(self._choices.integer(0, 9)):
+            # Few different pages: prompts that share much and part anywhere.
+            tokens += [self._choices.integer(1, 2) if self._one_in(2) else 0, 0]
+        if self._one_in(3):
+            tokens.append(3)
+        self._truth.learn(self._derived[which], _symbols(tokens))
+        self._prompts = [*self._prompts, (which, tokens)][-12:]
+        return which, tokens
+
+    def _known(self, which: int) -> bool:
+        """Whether the cache has met a namespace, and knows its generation."""
+        fields = _SCOPES[which]
+        scope = self._life.parts.scopes.known(None, fields.get("tenant"), fields.get("salt"))
+        return scope is not None and scope.tree is not None
+
+    def _engine(self) -> Engine | None:
+        free = [engine for engine in self._life.engines if not engine.busy]
+        return self._pick(free) if free else None
+
+    # ---- steps
+
+    STEPS = (
+        ("request", 20),
+        ("prefill", 16),
+        ("load", 10),
+        ("allocate", 10),
+        ("commit", 12),
+        ("write", 3),
+        ("extend", 5),
+        ("close", 10),
+        ("drop", 2),
+        ("work", 34),
+        ("event", 8),
+        ("settle", 4),
+        ("sweep", 2),
+        ("advance", 4),
+        ("match", 3),
+        ("flush", 2),
+        ("evict", 6),
+        ("clear", 1),
+        ("spoil", 3),
+        ("restart", 1),
+    )
+    """What there is to do, and how often it is chosen."""
+    _WEIGHTED = tuple(name for name, weight in STEPS for _ in range(weight))
+
+    def step(self) -> str:
+        """Do one random thing, others meanwhile included. Returns its name."""
+        try:
+            return self._step()
+        except Violation as error:
+            raise AssertionError(f"step {self.steps}: {error}") from error
+
+    def _step(self) -> str:
+        self.steps += 1
+        name = self._pick(self._WEIGHTED)
+        if self._life.over and not self._depth:
+            self._life = self._open()
+        self._depth += 1
+        until, self._until = self._until, inf  # of the verb that waits for this step
+        try:
+            getattr(self, f"_{name}")()
+            self._life.check()
+        except CacheClosed as error:
+            if not self._life.over:
+                raise Violation("the cache says that it is closed") from error
+        except Exception as error:
+            raise Violation(f"{name}: {type(error).__name__}: {error}") from error
+        finally:
+            self._depth -= 1
+            self._until = until
+        return name
+
+    def _meanwhile(self) -> None:
+        """Other threads do something."""
+        if 0 < self._depth < _DEEPEST and self._one_in(6):
+            self._note("meanwhile")
+            self._step()
+
+    def _on_wait(self, condition: Condition, timeout: float) -> None:
+        """Somebody waits, with the lock held: let go of it, let something happen, or time pass."""
+        life = self._life
+        now = life.clock.now()
+        require(now + timeout <= self._until, "a wait goes on behind its deadline")
+        self._note("waited")
+        condition.release()
+        try:
+            if self._depth < _DEEPEST and self._one_in(4):
+                self._step()
+            elif self._one_in(6) or not self._some_work():
+                life.clock.advance(timeout if self._one_in(2) else min(timeout, _TICK))
+        finally:
+            condition.acquire()
+
+    def _some_work(self) -> bool:
+        life = self._life
+        todo = life.work()
+        if life.events and self._one_in(max(2, len(todo))):
+            self._event()
+        elif todo:
+            self._pick(todo)()
+        return bool(todo)
+
+    # ---- requests
+
+    def _request(self) -> None:
+        life = self._life
+        which, tokens = self._prompt()
+        logits = not self._one_in(3)
+        extra: dict[str, Any] = dict(_SCOPES[which])
+        if self._one_in(40):
+            extra["adapter"] = _NO_DIGEST
+        asked = (max(len(tokens) - 1, 0) if logits else len(tokens)) // _P
+        steps, at_rest = self.steps, life.at_rest()
+        told = life.told(self._derived[which], _symbols(tokens), asked)
+        deadline = self._pick(_DEADLINES)
+        self._until = life.clock.now() + (1.0 if deadline is None else min(deadline, 1.0))
+        request = life.cache.request(
+            np.array(tokens, np.uint32),
+            deadline=deadline,
+            logits=logits,
+            priority=self._choices.integer(0, 2),
+            **extra,
+        )
+        bypassed = request.bypassed
+        self._note("bypassed" if bypassed else "request")
+        engine = Engine(
+            request,
+            request._lease,
+            scope=None if bypassed else self._derived[which],
+            tokens=list(tokens),
+            prompt_tokens=len(tokens),
+            asked=asked,
+        )
+        life.engines.append(engine)
+        if bypassed:
+            require(request.match == Match(), "a request past the cache has matched something")
+        elif at_rest and steps == self.steps and self._known(which):
+            require(request.match == told, f"a request matches {request.match}, events say {told}")
+            self._note(f"matched {'nothing' if not told.pages else 'something'}")
+        if len(life.engines) > self._choices.integer(2, 6):
+            self._close()  # else everything is pinned and nothing happens
+
+    def _load(self) -> None:
+        engine = self._engine()
+        if engine is not None:
+            self._load_for(engine)
+
+    def _load_for(self, engine: Engine) -> None:
+        life, request, lease = self._life, engine.request, engine.lease
+        fresh = lease.start is None
+        deadline = request._deadline
+        end = life.clock.now() + life.parts.options.longest_wait
+        self._until = end if deadline is None else min(end, request._started + deadline)
+        engine.busy = True
+        try:
+            slots = request.load()
+        finally:
+            engine.busy = False
+        if not fresh and engine.loaded is not None:
+            require(slots.tolist() == engine.loaded, "load found more behind private slots")
+        life.check_loaded(engine, slots)
+        require(not lease.waiting or not fresh, "load left something that the request waits for")
+        if fresh and len(slots):
+            self._note("loaded")
+        if fresh and len(slots) > lease.match.device:
+            self._note(
+                "loaded from storage" if len(slots) > lease.match.device + lease.match.host else "loaded from below"
+            )
+        if len(slots) < min(lease.match.pages, engine.asked):
+            self._note("loaded less than matched")
+
+    def _prefill(self) -> None:
+        """What engines mostly do: load, allocate, commit."""
+        engine = self._engine()
+        if engine is None:
+            return
+        for verb in (self._load_for, self._allocate_for, self._commit_for):
+            if engine in self._life.engines and not engine.busy:
+                verb(engine)
+
+    def _allocate(self) -> None:
+        engine = self._engine()
+        if engine is not None:
+            self._allocate_for(engine)
+
+    def _allocate_for(self, engine: Engine) -> None:
+        life, lease = self._life, engine.lease
+        pages = self._choices.integer(0, 4) if self._one_in(3) else None
+        deadline = self._pick((0.0, 4 * _TICK)) if self._one_in(3) else None
+        evicted = list(life.core.registry.evicted)
+        first = lease.device if lease.start is None else lease.start + len(lease.own)
+        self._until = life.clock.now() + (deadline or 0.0)
+        engine.busy = True
+        refused = False
+        try:
+            slots = engine.request.allocate(pages, deadline=deadline)
+        except OutOfSlots:
+            self._note("out of slots")
+            require(deadline is not None or evicted == life.core.registry.evicted, "evicted for nothing")
+            slots, refused = np.empty(0, np.int64), True
+        finally:
+            engine.busy = False
+        if engine.loaded is None:
+            self._load_for(engine)
+        if not refused:
+            wanted = max(-(-len(engine.tokens) // _P) - first, 0) if pages is None else pages
+            require(len(slots) == wanted, f"{len(slots)} slots given, {wanted} wanted")
+        life.expect_private(engine, slots)
+        engine.own += slots.tolist()
+
+    def _first(self, engine: Engine) -> int:
+        return len(engine.loaded or ())
+
+    def _write(self) -> None:
+        """The engine writes a page that it has not committed, an unaligned tail too."""
+        engine = self._engine()
+        if engine is None or not engine.own:
+            return
+        first = self._first(engine)
+        at = self._choices.integer(max(engine.committed - first, 0), len(engine.own))
+        if at < len(engine.own):
+            self._life.write(engine, engine.own[at], self._content(engine, first + at))
+
+    def _content(self, engine: Engine, page: int) -> bytes:
+        if (page + 1) * _P <= len(engine.tokens):
+            return self._life.content(engine, page)
+        return _PARTIAL * self._life.pool.page_bytes
+
+    def _commit(self) -> None:
+        engine = self._engine()
+        if engine is not None:
+            self._commit_for(engine)
+
+    def _commit_for(self, engine: Engine) -> None:
+        if engine.lease.start is None:
+            return
+        life, first = self._life, self._first(engine)
+        end = min(first + len(engine.own), len(engine.tokens) // _P)
+        if self._one_in(12) and end < len(engine.tokens) // _P and end >= engine.committed:
+            try:
+                engine.request.commit((end + 1) * _P, ready=READY)
+            except InvalidInput:
+                self._note("commit refused")
+            else:
+                require(engine.scope is None, "pages without slots were committed")
+            return
+        start = max(engine.committed, first)
+        upto = end if self._one_in(2) else self._choices.integer(min(start, end), end)
+        pages = {engine.own[page - first]: life.content(engine, page) for page in range(start, upto)}
+        ready = self._pick((READY, None, Written(pages), Written(pages)))
+        if not isinstance(ready, Written):
+            for slot, content in pages.items():
+                life.write(engine, slot, content)
+        engine.request.commit(min(upto * _P + self._choices.integer(0, 1), len(engine.tokens)), ready=ready)
+        engine.committed = max(engine.committed, upto)
+        if isinstance(ready, Written) and pages:
+            self._note("committed behind an event")
+            life.events.append(ready)
+
+    def _event(self) -> None:
+        """A writer's event passes, or breaks."""
+        life = self._life
+        if not life.events:
+            return
+        event = life.events.pop(self._choices.integer(0, len(life.events) - 1))
+        if self._one_in(5):
+            if life.pool.copies.fail_event(event):
+                self._note("event failed")
+            return
+        table = life.core.registry.tables[Tier.DEVICE]
+        for slot in event.writes:
+            held = any(slot in engine.expected for engine in life.engines)
+            require(held or table.pins[slot], "a slot that is being written was given back")
+        life.write_behind(event)
+        event.passed = True
+        self._note("event passed")
+        if not self._one_in(4):
+            life.pool.copies.pass_events()
+
+    def _extend(self) -> None:
+        engine = self._engine()
+        if engine is None or len(engine.tokens) > 24:
+            return
+        more = [self._choices.integer(0, 2) for _ in range(self._choices.integer(1, 3))]
+        tokens = engine.tokens + more
+        if engine.scope is not None:
+            self._truth.learn(engine.scope, _symbols(tokens))
+        engine.request.extend(np.array(more, np.uint32))
+        engine.tokens = tokens
+
+    def _close(self) -> None:
+        engine = self._engine()
+        if engine is not None:
+            self._end(engine)
+
+    def _end(self, engine: Engine) -> None:
+        self._let_go(engine)
+        aborted = self._one_in(4)
+        counts = engine.request.close(aborted=aborted)
+        require(counts.aborted == aborted, "aborted, and not counted so")
+        require(engine.request.close() is counts and engine.request.counts is counts, "counted again")
+        self._life.count(engine, counts)
+
+    def _let_go(self, engine: Engine) -> None:
+        """An engine ends its writes to what stays private before it closes its request."""
+        life = self._life
+        life.engines.remove(engine)
+        state = life.core.registry.tables[Tier.DEVICE].state
+        for event in life.events:
+            for slot in [slot for slot in event.writes if slot in engine.expected and state[slot] == PRIVATE]:
+                del event.writes[slot]
+
+    def _drop(self) -> None:
+        """An engine forgets to close: the request is collected."""
+        engine = self._engine()
+        if engine is None:
+            return
+        self._let_go(engine)
+        del engine.request
+        self._life.dropped.append(engine)
+        self._note("dropped")
+
+    # ---- upkeep
+
+    def _work(self) -> None:
+        life = self._life
+        copies = life.pool.copies
+        if copies.pending and self._one_in(8):
+            at = self._choices.integer(0, len(copies.pending) - 1)
+            pages = copies.pending[at].copy.pages
+            if self._one_in(4):
+                self._note("copy answered wrongly")
+                copies.answer_wrongly(at, self._pick((-1, 1)))
+                return
+            self._note("copy failed")
+            bad = (PageResult.OK, PageResult.FAILED, PageResult.FAILED)
+            worst = PageResult.FAILED if copies.pending[at].down else PageResult.SOURCE_BAD
+            copies.end(at, results=[worst if self._one_in(8) else self._pick(bad) for _ in range(pages)])
+            return
+        if self._late and self._one_in(4):
+            self._note("late job of a former life")
+            self._late.pop(self._choices.integer(0, len(self._late) - 1))()
+            return
+        for _ in range(self._choices.integer(1, 4)):
+            self._some_work()
+
+    def _settle(self) -> None:
+        self._life.settle()
+
+    def _sweep(self) -> None:
+        reducer = self._life.parts.reducer
+        with reducer.lock:
+            reducer.sweeping = self._life.core.sweep(self._choices.integer(1, 6)) > 0
+
+    def _advance(self) -> None:
+        self._life.clock.advance(self._pick((_TICK, 4 * _TICK, 2.0)))
+
+    def _match(self) -> None:
+        life = self._life
+        which, tokens = self._prompt()
+        if not self._known(which):
+            return
+        told = life.told(self._derived[which], _symbols(tokens), len(tokens) // _P)
+        at_rest = life.at_rest()
+        found = life.cache.match(tokens, logits=False, **_SCOPES[which])
+        require(found == told or not at_rest, f"match finds {found}, events say {told}")
+
+    def _flush(self) -> None:
+        deadline = self._pick((0.0, 4 * _TICK, 8.0))
+        self._until = self._life.clock.now() + deadline
+        self._note(f"flush {self._life.cache.flush(deadline)}")
+
+    def _evict(self) -> None:
+        life = self._life
+        with life.parts.reducer.lock:
+            for tier in self._pick(((Tier.DEVICE,), (Tier.HOST,), (Tier.DEVICE, Tier.HOST))):
+                life.core.evict(tier, self._choices.integer(1, 24))
+
+    def _clear(self) -> None:
+        life, which = self._life, self._choices.integer(0, len(_SCOPES) - 1)
+        digest = self._derived[which].digest
+        before = next((tree.generation for tree in life.core.trees if tree.namespace == digest), None)
+        deadline = self._pick((0.0, 8.0))
+        self._until = life.clock.now() + deadline
+        try:
+            life.cache.clear(**_SCOPES[which], deadline=deadline)
+        except StorageError:
+            self._note("clear not confirmed")
+        else:
+            self._note("clear")
+            if before is not None and life is self._life and not life.over:
+                life.remember_cleared(digest, before + 1)
+
+    def _spoil(self) -> None:
+        """Objects are damaged, lost or replaced behind the cache's back."""
+        storage = self._storage
+        if storage is None or not storage.stored:
+            return
+        key = self._pick(list(storage.stored))
+        how = self._choices.integer(1, 4)
+        if how == 1 and storage.collide(key):
+            self._note("collision planted")
+        elif how == 2 and storage.lose(key):
+            self._note("object lost")
+        elif self._damage_object is not None and self._damage_object(key):
+            self._note("object damaged")
+
+    # ---- the end of a life
+
+    def _restart(self) -> None:
+        if self._life.over:
+            return
+        if self._depth == 1 and self._one_in(4):
+            self._end_in_order()
+        elif self._one_in(3):
+            self._end_abruptly()
+
+    def _end_abruptly(self) -> None:
+        """Somebody closes the cache, whatever is open or under way."""
+        life = self._life
+        life.over = True
+        self._note("closed abruptly")
+        engines = list(life.engines)
+        for engine in engines:
+            self._let_go(engine)
+        deadline = self._pick((0.0, 4 * _TICK, 8.0))
+        self._until = life.clock.now() + deadline
+        report = life.cache.close(deadline)
+        require(life.cache.close() is report, "closed twice")
+        require(report.aborted_requests == len(engines), f"{report}, and {len(engines)} requests were open")
+        require(report.stuck_threads == 0, "threads are left")
+        for engine in engines:
+            life.count(engine, engine.request.close())
+        life._forget_dropped()
+        life.check_statistics()
+        self._late += [_late(queue.carry_out, job) for queue, job in life.jobs]
+        life.jobs.clear()
+
+    def _end_in_order(self) -> None:
+        """Everything ends, nothing may be left, then the cache is closed."""
+        life, storage = self._life, self._storage
+        faults = 0
+        if storage is not None:
+            faults, storage.faults = storage.faults, 0
+        self._note("ended in order")
+        self._depth += _DEEPEST  # nothing else happens meanwhile
+        try:
+            while life.engines:
+                self._end(life.engines[-1])
+            self._finish_work()
+            life.check()
+            life.check_idle()
+            life.over = True
+            report = life.cache.close(8.0)
+            left = (report.abandoned_pages, report.aborted_requests, report.stuck_threads)
+            require(report.complete and left == (0, 0, 0), f"closing an idle cache left something: {report}")
+        finally:
+            self._depth -= _DEEPEST
+            if storage is not None:
+                storage.faults = faults
+
+    def _finish_work(self) -> None:
+        life = self._life
+        while True:
+            life.settle()
+            while life.events:
+                event = life.events.pop()
+                life.write_behind(event)
+                event.passed = True
+            passed = life.pool.copies.pass_events()
+            todo = life.work()
+            if not todo and not passed and life.at_rest():
+                break
+            if todo:
+                self._pick(todo)()
+        while life.parts.reducer.sweeping:
+            life.parts.reducer.sweep()
+
+    def abandon(self) -> None:
+        """After a failure: close what is open, whatever state it is in."""
+        life = self._life
+        life.clock.on_wait = lambda condition, timeout: life.clock.advance(timeout)  # noqa: ARG005  names say what
+        self._depth = _DEEPEST
+        if self._storage is not None:
+            self._storage.faults = 0
+        with suppress(Exception, Violation):
+            life.cache.close(0.0)
+
+    def finish(self) -> None:
+        """End everything. Nothing may be held, and storage holds only what is right."""
+        try:
+            if not self._life.over:
+                self._end_in_order()
+            for job in self._late:
+                job()
+            self._late.clear()
+            if self._storage is not None:
+                self._storage.faults = 0
+                self.seen["objects found right"] = self._storage.check_all()
+        except Violation as error:
+            raise AssertionError(f"at the end, after {self.steps} steps: {error}") from error
+
+
+def _symbols(tokens: list[int]) -> bytes:
+    return np.array(tokens[: len(tokens) // _P * _P], "<u4").tobytes()
+
+
+def _late(carry_out: Callable[[T], None], job: T) -> Callable[[], None]:
+    return lambda: carry_out(job)
