@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.measure import Row  # noqa: E402  the repository's root is not installed
 
-MODULES = ("core", "hash", "memory", "replay")
+MODULES = ("core", "hash", "memory", "redis", "replay")
 OUT = ROOT / "benchmarks" / "out" / "bench.json"
 
 

@@ -1,0 +1,151 @@
+"""The Redis backend: moving large objects, beside a raw loop on the same kind of socket plus one checksum pass.
+
+The raw loop sends prepared requests and reads replies of known lengths into prepared buffers: what no client can beat.
+It hashes what it moves once, as every reader and writer of self-proving objects must. Both alternate in one run on one
+server, with one connection, in batches.
+"""
+
+from __future__ import annotations
+
+import socket
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from benchmarks.measure import Row, row
+from hicache.storage import codec
+from hicache.storage.base import ObjectStatus, StorageUrl, StoredObject
+from hicache.storage.registry import load_backend
+from hicache.testing.objects import make_key
+from hicache.testing.servers import Server, binaries
+
+BATCH_BYTES = 32 << 20
+ROUNDS = 7
+BAR = 0.8
+
+
+def payloads(size: int) -> list[memoryview]:
+    random = np.random.default_rng(7)
+    return [memoryview(random.integers(0, 256, size, dtype=np.uint8)) for _ in range(BATCH_BYTES // size)]
+
+
+def objects(size: int, first: int) -> list[StoredObject]:
+    made = []
+    for i, payload in enumerate(payloads(size)):
+        key = make_key(first + i)
+        header = codec.encode_header(key, parent_hash=None, depth=0, tokens=bytes(256), payload=payload)
+        made.append(StoredObject(key, header, payload))
+    return made
+
+
+class Raw:
+    """The loop that nobody can beat: requests of known bytes, replies of known lengths."""
+
+    def __init__(self, address: tuple[str, int] | str, stored: list[StoredObject]) -> None:
+        family = socket.AF_UNIX if isinstance(address, str) else socket.AF_INET
+        self.socket = socket.socket(family)
+        self.socket.connect(address)
+        if family == socket.AF_INET:
+            self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.stored = stored
+        self.names = [b"raw:" + item.key.name.encode() for item in stored]
+
+    def receive(self, view: memoryview) -> None:
+        at = 0
+        while at < view.nbytes:
+            at += self.socket.recv_into(view[at:])
+
+    def put(self) -> None:
+        for name, item in zip(self.names, self.stored, strict=True):
+            xxhash.xxh3_64_intdigest(item.payload)
+            size = len(item.header) + item.payload.nbytes
+            head = b"*3\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (len(name), name, size)
+            self.socket.sendall(head + item.header)
+            self.socket.sendall(item.payload)
+            self.socket.sendall(b"\r\n")
+        self.receive(memoryview(bytearray(5 * len(self.names))))
+
+    def get(self, buffers: list[memoryview]) -> None:
+        window = max(1, (8 << 20) // buffers[0].nbytes)
+        head = bytearray(
+            len(self.stored[0].header) + len(b"$%d\r\n" % (len(self.stored[0].header) + buffers[0].nbytes))
+        )
+        end = memoryview(bytearray(2))
+        requests = [b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(name), name) for name in self.names]
+        self.socket.sendall(b"".join(requests[:window]))
+        for i, buffer in enumerate(buffers):
+            self.receive(memoryview(head))
+            self.receive(buffer)
+            self.receive(end)
+            if i + window < len(requests):
+                self.socket.sendall(requests[i + window])
+            xxhash.xxh3_64_intdigest(buffer)
+
+
+def seconds(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def compare(server: Server, url: str, address: tuple[str, int] | str, size: int) -> tuple[float, float, float, float]:
+    """GB/s of the backend's put and get, and of the raw loop's."""
+    backend = load_backend("redis").from_url(StorageUrl.parse(url))
+    stored = objects(size, 0)
+    raw = Raw(address, stored)
+    keys = [item.key for item in stored]
+    buffers = [memoryview(bytearray(size)) for _ in keys]
+    times: list[list[float]] = [[], [], [], []]
+
+    def put() -> None:
+        for item in stored:  # the checksum pass of a write is where headers are made
+            codec.encode_header(item.key, parent_hash=None, depth=0, tokens=bytes(256), payload=item.payload)
+        assert all(result.status is ObjectStatus.OK for result in backend.put(stored))
+
+    def get() -> None:
+        assert all(result.status is ObjectStatus.OK for result in backend.get_into(keys, buffers))
+
+    try:
+        sides = ((times[0], put, times[1], get), (times[2], raw.put, times[3], lambda: raw.get(buffers)))
+        for number in range(2 * ROUNDS):
+            server.call("FLUSHALL")  # both write into a server that is empty, and take turns at being first
+            puts, write, gets, read = sides[number % 2]
+            spent = seconds(write), seconds(read)
+            if number > 1:  # the first of each warms up
+                puts.append(spent[0])
+                gets.append(spent[1])
+    finally:
+        backend.close()
+        raw.socket.close()
+    moved = len(keys) * size / 1e9
+    a, b, c, d = (moved / statistics.median(series) for series in times)
+    return a, b, c, d
+
+
+def rows() -> list[Row]:
+    found = binaries()
+    if not found:
+        return [row("redis_put_2m", 0.0, "ratio", bar=BAR, at_least=True, reason="no server of Redis or Valkey here")]
+    name, binary = next(iter(found.items()))
+    result = []
+    with tempfile.TemporaryDirectory(prefix="hicache-bench-") as folder, Server(binary, Path(folder)) as server:
+        for kind, url, address in (
+            ("", f"redis://127.0.0.1:{server.port}/0", server.address),
+            ("_unix", f"redis:///0?socket={server.unix}", server.unix),
+        ):
+            for size in (1 << 20, 2 << 20, 8 << 20):
+                put, get, raw_put, raw_get = compare(server, url, address, size)
+                shown = f"GB/s beside a raw loop with checksum, {name}"
+                figures = [(f"redis_get_{size >> 20}m{kind}", get, raw_get)]
+                if size == 2 << 20:
+                    figures.insert(0, (f"redis_put_2m{kind}", put, raw_put))
+                for label, value, reference in figures:
+                    result.append(
+                        row(label, value, "GB/s", reference=reference, bar=BAR * reference, at_least=True, reason=shown)
+                    )
+    return result
