@@ -23,7 +23,7 @@ from hicache.core.tree import HiRadixTree
 from hicache.errors import OutOfSlots
 from hicache.records import PageResult, Tier
 from hicache.testing.choices import Choices, CountingHasher, tag
-from hicache.testing.coremodel import ModelEngine, RunningTransfer, check_orphans, written_tags
+from hicache.testing.coremodel import ModelEngine, RunningTransfer, check_orphans, some_fail, written_tags
 from hicache.testing.told import ToldResidency
 
 T = TypeVar("T")
@@ -427,15 +427,10 @@ class CoreDriver:
         if transfer.target_slots is not None:
             self._tags[transfer.kind.target][transfer.target_slots] = -1 - transfer.id
 
-    def _results(self, count: int) -> list[PageResult]:
-        if not self._one_in(4):
-            return [PageResult.OK] * count
-        return [PageResult.FAILED if self._one_in(4) else PageResult.OK for _ in range(count)]
-
     def _complete(self, number: int) -> None:
         writer = self._writers.pop(number, None)
         if writer is not None:
-            self._fill_target(writer, self._results(writer.count))
+            self._fill_target(writer, some_fail(self._choices, writer.count))
             return
         running = self._running.pop(number)
         transfer = running.transfer
@@ -444,7 +439,7 @@ class CoreDriver:
             self._settle(transfer, [PageResult.FAILED] * transfer.count)
             return
         self._begin(running)
-        results = self._results(transfer.count)
+        results = some_fail(self._choices, transfer.count)
         if transfer.kind is TransferKind.LOAD and self._one_in(12):
             results[self._choices.integer(0, transfer.count - 1)] = PageResult.SOURCE_BAD
         if transfer.kind in (TransferKind.FETCH, TransferKind.TOUCH):

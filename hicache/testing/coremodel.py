@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from hicache.core.cache import Core
 from hicache.core.residency import Slots
 from hicache.core.transfers import Lease, Transfer
-from hicache.records import Tier
-from hicache.testing.choices import tag
+from hicache.records import PageResult, Tier
+from hicache.testing.choices import Choices, tag
 
 
 @dataclass(eq=False)
@@ -47,6 +47,13 @@ def written_tags(core: Core, transfer: Transfer) -> list[int]:
             page = int(table.depth[slot]) - owner.first
             tags.append(tag(owner.tree.hashes(owner, page, page + 1)[0]))
     return tags
+
+
+def some_fail(choices: Choices, count: int) -> list[PageResult]:
+    """Results of a transfer: mostly all good, else some FAILED."""
+    if choices.integer(1, 4) != 1:
+        return [PageResult.OK] * count
+    return [PageResult.FAILED if choices.integer(1, 4) == 1 else PageResult.OK for _ in range(count)]
 
 
 def check_orphans(running: Iterable[RunningTransfer]) -> None:
