@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from hicache.core.eviction import Candidates, as_key, heated, policy_named
@@ -35,6 +36,7 @@ class Registry:
         stores: whether STORAGE is attached now; never without `config.storage`.
         forgetting: after a detach, the next node whose belief is to be dropped, and whether this pass found any;
             None when nothing is left.
+        hits_that_matter: uses of a node above this are told apart by no policy, so they part no nodes.
         living: nodes registered now, roots and unswept ones included.
         evicted, dropped_dirty: pages evicted per owned tier; of those, pages that left no copy below.
     """
@@ -51,6 +53,7 @@ class Registry:
         "forgetting",
         "free_ids",
         "ghosts",
+        "hits_that_matter",
         "living",
         "nodes",
         "policy",
@@ -82,6 +85,8 @@ class Registry:
         self._stub_heap: list[tuple[Any, int, Node]] = []
         self._stub_number = 0
         self._keep_heat = config.eviction not in {"lru", "slru", "priority"}
+        edges = (config.device_to_host.hits, config.host_to_storage.hits)
+        self.hits_that_matter = inf if self._keep_heat else max(2, *(hits or 0 for hits in edges))
 
     def enter(self, node: Node) -> None:
         """Give the node an id."""

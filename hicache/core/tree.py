@@ -4,8 +4,8 @@ The alphabet is a parameter: fixed-width symbols, either a page's token bytes or
 are compared by `startswith` at an offset, so a match costs one memory compare a node.
 
 Structure only: nodes part where prompts part and where a lease ends, a leaf is extended in place, a node and its only
-child merge. Which pages come and go in which tier is decided in `copies`; slots know their node by `owner`, which is
-rewritten here, so all of this is legal while transfers are in flight.
+child merge once no policy tells their uses apart. Which pages come and go in which tier is decided in `copies`; slots
+know their node by `owner`, which is rewritten here, so all of this is legal while transfers are in flight.
 """
 
 from __future__ import annotations
@@ -212,6 +212,8 @@ class HiRadixTree:
         at = path[-1][0].first + path[-1][1] if path else 0
         if path and path[-1][1] < path[-1][0].pages and at < end:
             self.split(path[-1][0], path[-1][1])
+        if extend_from is not None and at < end:
+            self._join(path, extend_from)
         node = path[-1][0] if path else self.root
         while at < end:
             room = self.span_pages - node.pages
@@ -233,6 +235,21 @@ class HiRadixTree:
             at += pages
             node = child
         return path
+
+    def _join(self, path: Path, end: int) -> None:
+        """Merge neighbours in front of page index `end` where nothing tells them apart any more.
+
+        A chat adds a node a turn; without this each turn would walk all of those before it.
+        """
+        enough = self.registry.hits_that_matter
+        at = 0
+        while at + 1 < len(path):
+            node, child = path[at][0], path[at + 1][0]
+            whole = path[at + 1][1] == child.pages and child.first + child.pages <= end
+            if whole and min(node.hits, child.hits) >= enough and self.merge(node):
+                path[at : at + 2] = [(node, node.pages)]
+            else:
+                at += 1
 
     def split(self, node: Node, pages: int) -> None:
         """Part a node behind its first `pages` pages. It keeps them; a new child gets the rest."""
@@ -268,7 +285,9 @@ class HiRadixTree:
         if node.parent is None or not node.alive or len(node.children) != 1:
             return False
         (child,) = node.children.values()
-        alike = (child.stamp, child.hits, child.priority) == (node.stamp, node.hits, node.priority)
+        alike = (child.stamp, child.priority) == (node.stamp, node.priority) and (
+            child.hits == node.hits or min(child.hits, node.hits) >= self.registry.hits_that_matter
+        )
         if not alike or node.pages + child.pages > self.span_pages:
             return False
         if child.believed and node.believed < node.pages:

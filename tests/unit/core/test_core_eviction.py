@@ -290,7 +290,7 @@ def test_states_are_what_the_counters_say():
 def _nodes_alive(namespace: str) -> int:
     gc.collect()
     name = namespace.encode() * 16
-    return sum(isinstance(found, Node) and found.tree.namespace == name for found in gc.get_objects())
+    return sum(type(found) is Node and found.tree.namespace == name for found in gc.get_objects())
 
 
 @pytest.mark.case("LEAK-1")

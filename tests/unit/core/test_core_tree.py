@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from hicache.core.config import EdgePolicy
 from hicache.testing.core import Stage
 
 
@@ -83,6 +84,46 @@ def test_a_node_and_its_only_child_merge_when_used_alike():
     assert tree.merge(node)
     assert stage.shape() == {"ABCD": {}}
     stage.core.check()
+
+
+def chat(stage: Stage, turns: int) -> str:
+    """A conversation that grows by two pages a turn; returns its pages."""
+    letters = ""
+    for turn in range(turns):
+        letters += chr(0x4E00 + 2 * turn) + chr(0x4E01 + 2 * turn)
+        stage.commit(letters)
+    return letters
+
+
+def test_a_long_chat_does_not_become_a_long_chain():
+    stage = Stage(device=512)
+    letters = chat(stage, 200)
+    assert stage.core.statistics().nodes < 8
+    assert stage.match(letters).pages == 400
+    stage.core.check()
+    stage.core.release(stage.lease(letters[:100]))
+    assert stage.core.evict(0, 300) == 300
+    assert stage.match(letters).pages == 100
+
+
+@pytest.mark.parametrize(
+    "settings", [{"eviction": "lfu"}, {"host": 8, "device_to_host": EdgePolicy(999)}], ids=["heat", "admission"]
+)
+def test_uses_that_a_policy_tells_apart_keep_nodes_apart(settings):
+    stage = Stage(device=512, **settings)
+    chat(stage, 20)
+    assert stage.core.statistics().nodes == 21
+
+
+@pytest.mark.case("PAGE-7")
+def test_fresh_pages_do_not_take_over_the_uses_of_those_in_front():
+    stage = Stage(device=64, host=64, device_to_host=EdgePolicy(2))
+    chat(stage, 10)
+    stage.settle()
+    tree = stage.tree()
+    prompt = stage.prompt("".join(chr(0x4E00 + i) for i in range(20)))
+    host = tree.resident_pages(tree.walk(prompt), 1)
+    assert host == 18  # all but the last turn, which was used once
 
 
 def test_spans_are_bounded():
