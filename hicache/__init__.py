@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from hicache.events import Cleared, Event, Removed, Stored
     from hicache.memory.base import DevicePool, HostPool
     from hicache.memory.device import TensorDevicePool
+    from hicache.memory.layout import LAYOUTS
     from hicache.memory.writer import READY, ThreadEvent, WriterEvent
     from hicache.records import Match, MissReason, PageResult, Tier
     from hicache.runtime.cache import EmbeddedCache
@@ -48,17 +49,21 @@ if TYPE_CHECKING:
     from hicache.runtime.events import Gap, Subscription
     from hicache.runtime.flight import FlightRecorder
     from hicache.runtime.opening import open_cache as open  # noqa: A004
-    from hicache.runtime.options import PrefetchTimeout
+    from hicache.runtime.options import Options, PrefetchTimeout
     from hicache.runtime.queues import Bound
     from hicache.runtime.request import Request
     from hicache.runtime.statistics import CacheStatistics, Totals
     from hicache.storage.base import StorageBackend
+    from hicache.storage.breaker import BreakerPolicy
+    from hicache.storage.retry import RetryPolicy
 
 __all__ = [
+    "LAYOUTS",
     "READY",
     "Adapter",
     "BackendUnavailableError",
     "Bound",
+    "BreakerPolicy",
     "CacheClosed",
     "CacheStatistics",
     "Cleared",
@@ -82,6 +87,7 @@ __all__ = [
     "MonotonicClock",
     "Namespace",
     "NamespaceError",
+    "Options",
     "OutOfSlots",
     "PageResult",
     "PrefetchTimeout",
@@ -89,6 +95,7 @@ __all__ = [
     "Request",
     "RequestCounts",
     "ResidencyError",
+    "RetryPolicy",
     "StorageBackend",
     "StorageError",
     "StorageUnavailable",
@@ -127,6 +134,7 @@ _HOMES = {
     "hicache.events": ("Cleared", "Event", "Removed", "Stored"),
     "hicache.memory.base": ("DevicePool", "HostPool"),
     "hicache.memory.device": ("TensorDevicePool",),
+    "hicache.memory.layout": ("LAYOUTS",),
     "hicache.memory.writer": ("READY", "ThreadEvent", "WriterEvent"),
     "hicache.records": ("Match", "MissReason", "PageResult", "Tier"),
     "hicache.runtime.cache": ("EmbeddedCache",),
@@ -134,11 +142,13 @@ _HOMES = {
     "hicache.runtime.events": ("Gap", "Subscription"),
     "hicache.runtime.flight": ("FlightRecorder",),
     "hicache.runtime.opening": ("open",),
-    "hicache.runtime.options": ("PrefetchTimeout",),
+    "hicache.runtime.options": ("Options", "PrefetchTimeout"),
     "hicache.runtime.queues": ("Bound",),
     "hicache.runtime.request": ("Request",),
     "hicache.runtime.statistics": ("CacheStatistics", "Totals"),
     "hicache.storage.base": ("StorageBackend",),
+    "hicache.storage.breaker": ("BreakerPolicy",),
+    "hicache.storage.retry": ("RetryPolicy",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from hicache.errors import ConfigError
+from hicache.units import whole_number
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +22,12 @@ class EdgePolicy:
     on_eviction: bool = False
 
     def __post_init__(self) -> None:
-        if self.hits is not None and self.hits < 1:
-            raise ConfigError(f"write policy: hits={self.hits} is not 1 or more; None turns it off")
+        hits = whole_number(self.hits)
+        if self.hits is not None and (hits is None or hits < 1):
+            raise ConfigError(f"write policy: hits={self.hits!r:.40} is not 1 or more; None turns it off")
+        object.__setattr__(self, "hits", hits)
+        if not isinstance(self.on_eviction, bool):
+            raise ConfigError(f"write policy: on_eviction={self.on_eviction!r:.40} is not True or False")
 
 
 WRITE_POLICIES: Final = {

@@ -26,6 +26,7 @@ __all__ = [
     "Span",
     "Tokens",
     "check_page_size",
+    "check_span",
     "extras_digest",
     "page_extras",
     "symbols",
@@ -182,7 +183,7 @@ def page_extras(items: Iterable[Span], page_size: int, pages: int, *, first_page
     check_page_size(page_size)
     by_page: dict[int, list[Span]] = {}
     for content, start, length in items:
-        _check_span(content, start, length)
+        check_span(content, start, length)
         end = start + length
         last = min((end - 1) // page_size, first_page + pages - 1)
         for page in range(max(start // page_size, first_page), last + 1):
@@ -195,7 +196,12 @@ def page_extras(items: Iterable[Span], page_size: int, pages: int, *, first_page
     return bytes(digests)
 
 
-def _check_span(content: object, start: object, length: object) -> None:
+def check_span(content: object, start: object, length: object) -> None:
+    """See that an item of non-text input has a content hash and a place.
+
+    Raises:
+        InvalidInput: it has not.
+    """
     if type(content) is not bytes or not 1 <= len(content) <= 64:
         raise InvalidInput("non-text input needs a content hash of 1 to 64 bytes")
     if type(start) is not int or type(length) is not int or start < 0 or length < 1:

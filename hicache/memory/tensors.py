@@ -17,7 +17,7 @@ from hicache.memory.layout import PageLayout, layout_axes
 
 __all__ = ["check_apart", "device_view", "view_bytes"]
 
-_MOST_WORK: Final[Any] = 1_000_000  # steps of numpy's search for a common byte, then it assumes one; most need a handful
+_MOST_WORK: Final[Any] = 1_000_000  # steps of the search for a common byte, then one is assumed; most need a handful
 
 
 def view_bytes(tensor: Any, *, where: str, page: PageLayout) -> tuple[Bytes, int]:

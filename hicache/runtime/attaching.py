@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from hicache.clock import Clock
 from hicache.errors import ConfigError, StorageError
 from hicache.records import Tier
+from hicache.runtime.arguments import storage_of
 from hicache.runtime.options import Options
 from hicache.runtime.parts import Parts
 from hicache.runtime.reducer import Pump
@@ -44,6 +45,7 @@ def open_backend(storage: str | StorageBackend, options: Options, clock: Clock) 
     Raises:
         ConfigError, StorageError: as `hicache.open`.
     """
+    storage = storage_of(storage)
     if isinstance(storage, MeteredBackend):
         return configured(storage)
     return configured(storage, retry=options.retry, breaker=options.breaker, now=clock.now)

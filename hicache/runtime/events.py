@@ -71,6 +71,10 @@ class Subscription:
             self._changed.notify_all()
         self._forget(self)
 
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "open"
+        return f"<hicache.Subscription {len(self._events)} of {self._limit} waiting, {self._lost} lost: {state}>"
+
     def __iter__(self) -> Iterator[Event | Gap]:
         while (event := self.get()) is not None:
             yield event

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+import numbers
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 from hicache.core.config import WRITE_POLICIES, EdgePolicy
+from hicache.core.eviction import POLICIES
 from hicache.errors import ConfigError
+from hicache.runtime.arguments import deadline_of, flag, number_of_seconds, whole
 from hicache.runtime.flight import FlightRecorder
 from hicache.runtime.planner import check_rate
 from hicache.runtime.queues import Bound
@@ -45,7 +47,7 @@ class PrefetchTimeout:
 
     def __post_init__(self) -> None:
         for name in ("base", "per_1024_tokens", "cap"):
-            _check_seconds(f"prefetch_timeout.{name}", getattr(self, name))
+            object.__setattr__(self, name, number_of_seconds(f"prefetch_timeout.{name}", getattr(self, name)))
 
     def seconds(self, tokens: int) -> float:
         """The time for so many tokens."""
@@ -126,25 +128,47 @@ class Options:
     background: bool = True
 
     def __post_init__(self) -> None:
-        if self.prefetch not in PREFETCH_MODES:
-            raise ConfigError(f"prefetch={self.prefetch!r:.60} is not one of {', '.join(PREFETCH_MODES)}")
+        _check_choice("prefetch", self.prefetch, PREFETCH_MODES)
+        _check_choice("eviction", self.eviction, POLICIES)
+        for name in ("device_to_host", "host_to_storage"):
+            self._set(name, _edge(getattr(self, name)))
         for name in ("copy_threads", "read_threads", "write_threads", "fetch_bytes", "max_hung"):
-            _check_count(name, getattr(self, name), least=1)
-        _check_count("prefetch_threshold", self.prefetch_threshold, least=0)
+            self._set(name, whole(name, getattr(self, name), least=1))
+        for name in ("prefetch_threshold", "stub_pages", "ghost_pages"):
+            self._set(name, whole(name, getattr(self, name), least=0))
+        for name in ("extras", "events", "attachable", "canary", "background"):
+            flag(name, getattr(self, name))
+        if isinstance(self.reserve, bool) or not isinstance(self.reserve, numbers.Real) or not 0 <= self.reserve <= 1:
+            raise ConfigError(f"reserve={self.reserve!r:.60} is not a share between 0 and 1")
+        self._check_times()
+        self._check_kinds()
+
+    def _check_times(self) -> None:
         if self.prefill_tokens_per_second is not None:
             check_rate("prefill_tokens_per_second", self.prefill_tokens_per_second)
         for name in ("longest_wait", "absent_seconds"):
-            _check_seconds(name, getattr(self, name))
+            self._set(name, number_of_seconds(name, getattr(self, name)))
         for name in ("call_timeout", "probe_seconds"):
-            _check_above_zero(name, getattr(self, name))
+            self._set(name, _above_zero(name, getattr(self, name)))
         if self.generation_seconds is not None:
-            _check_above_zero("generation_seconds", self.generation_seconds)
+            self._set("generation_seconds", _above_zero("generation_seconds", self.generation_seconds))
         if self.touch_seconds is not None and self.touch_seconds != "auto":
-            _check_above_zero("touch_seconds", self.touch_seconds)
+            self._set("touch_seconds", _above_zero("touch_seconds", self.touch_seconds))
+
+    def _check_kinds(self) -> None:
         for name in ("copy_bound", "read_bound", "write_bound"):
             bound = getattr(self, name)
-            _check_count(f"{name}.bytes", bound.bytes, least=1)
-            _check_count(f"{name}.requests", bound.requests, least=1)
+            if not isinstance(bound, Bound):
+                raise ConfigError(f"{name}={bound!r:.60} is no hicache.Bound: give hicache.Bound(bytes, requests)")
+            whole(f"{name}.bytes", bound.bytes, least=1)
+            whole(f"{name}.requests", bound.requests, least=1)
+        for name, kind in (("retry", RetryPolicy), ("breaker", BreakerPolicy), ("prefetch_timeout", PrefetchTimeout)):
+            value = getattr(self, name)
+            if not isinstance(value, kind) and (value is not None or kind is PrefetchTimeout):
+                raise ConfigError(f"{name}={value!r:.60} is no {kind.__name__}")
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
 
     def touches(self, ttl: float | None) -> float | None:
         """Seconds between two touches of a path, for a backend whose objects live `ttl` seconds after their last use.
@@ -166,7 +190,7 @@ def write_policies(given: WritePolicy | Sequence[WritePolicy]) -> tuple[EdgePoli
     Raises:
         ConfigError: an unknown name, or neither one nor two.
     """
-    if isinstance(given, (str, EdgePolicy)):
+    if isinstance(given, (str, EdgePolicy)) or not isinstance(given, Sequence):
         return _edge(given), _edge(given)
     if len(given) != 2:
         raise ConfigError(f"write_policy has {len(given)} parts: give one, or a pair (device_to_host, host_to_storage)")
@@ -184,56 +208,53 @@ def prefetch_timeout(given: PrefetchTimeout | float) -> PrefetchTimeout:
     return PrefetchTimeout(base=given, per_1024_tokens=0.0, cap=given)
 
 
-def pool_pages(given: int | str, *, page_bytes: int, tier: str) -> int:
+def pool_pages(given: Any, *, page_bytes: int, tier: str) -> int:
     """Pages of a pool from a number of pages, or from bytes with a unit such as "4GiB".
 
     Raises:
         ConfigError: negative, not a size, or too small for a single page.
     """
     if isinstance(given, str):
-        size = parse_size(given)
+        try:
+            size = parse_size(given)
+        except ConfigError as error:
+            raise ConfigError(f"{tier}: {error}, or give a number of pages") from None
+        quoted = f" (a number in quotes is bytes: give {size} for pages)" if given.strip().isdecimal() else ""
         if page_bytes == 0:
             raise ConfigError(
-                f"{tier}={given!r}: pages hold no bytes here, so a size says nothing: give a number of pages"
+                f"{tier}={given!r}: pages hold no bytes here, so a size says nothing: give a number of pages{quoted}"
             )
         if size < page_bytes:
-            raise ConfigError(f"{tier}={given!r} is less than one page of {format_size(page_bytes)}: make it larger")
+            raise ConfigError(
+                f"{tier}={given!r} is less than one page of {format_size(page_bytes)}: make it larger{quoted}"
+            )
         return size // page_bytes
-    _check_count(tier, given, least=0)
-    return given
+    return whole(tier, given, least=0)
 
 
-def check_deadline(seconds: float | None) -> None:
+def check_deadline(seconds: Any) -> float | None:
     """A deadline is None or a number of seconds from now, not negative.
 
     Raises:
         ConfigError: anything else.
     """
-    if seconds is not None:
-        _check_seconds("deadline", seconds)
+    return deadline_of(seconds)
 
 
-def _edge(given: WritePolicy) -> EdgePolicy:
+def _edge(given: object) -> EdgePolicy:
     if isinstance(given, EdgePolicy):
         return given
-    if given not in WRITE_POLICIES:
-        raise ConfigError(f"write_policy={given!r:.60} is not one of {', '.join(WRITE_POLICIES)}")
-    return WRITE_POLICIES[given]
+    _check_choice("write_policy", given, WRITE_POLICIES, more=", an EdgePolicy, or a pair of these")
+    return WRITE_POLICIES[str(given)]
 
 
-def _check_seconds(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
-        raise ConfigError(f"{name}={value!r:.60} is not a number of seconds, 0 or more")
+def _check_choice(name: str, value: object, known: Collection[str], *, more: str = "") -> None:
+    if not isinstance(value, str) or value not in known:
+        raise ConfigError(f"{name}={value!r:.60} is not one of {', '.join(sorted(known))}{more}")
 
 
-def _check_above_zero(name: str, value: object) -> None:
-    _check_seconds(name, value)
-    if not value:
+def _above_zero(name: str, value: object) -> float:
+    seconds = number_of_seconds(name, value)
+    if not seconds:
         raise ConfigError(f"{name}=0 does not work: give seconds above 0")
-
-
-def _check_count(name: str, value: object, *, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"{name}={value!r:.60} is not a whole number of {least} or more")
-    if value > 2**48:
-        raise ConfigError(f"{name}={value} is absurdly large")
+    return seconds

@@ -65,7 +65,7 @@ def _host_pool(pages: int, page_bytes: int) -> HostPool | None:
     return MmapHostPool(pages, page_bytes) if pages else None
 
 
-def _allocate(namespace: Namespace, device: int | str | None, page_bytes: int) -> DevicePool:
+def _allocate(namespace: Namespace, device: object, page_bytes: int) -> DevicePool:
     from hicache.memory.device import TensorDevicePool
 
     if device is None:

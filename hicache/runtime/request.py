@@ -25,7 +25,8 @@ from hicache.core.transfers import Lease
 from hicache.errors import CacheClosed, InvalidInput, OutOfSlots
 from hicache.memory.writer import READY, WriterEvent
 from hicache.records import Match
-from hicache.runtime.options import check_deadline
+from hicache.runtime.arguments import deadline_of, event_of, no_spans, spans_of, whole
+from hicache.units import whole_number
 
 if TYPE_CHECKING:
     from hicache.runtime.cache import EmbeddedCache
@@ -165,9 +166,8 @@ class Request:
             first = lease.device if lease.start is None else lease.start + len(lease.own)
             pages = max(-(-self._tokens // self._cache.page_size) - first, 0)
         elif type(pages) is not int or pages < 0:
-            raise InvalidInput(f"allocate: pages={pages!r:.40} is not a whole number of 0 or more")
-        if deadline is not None:
-            check_deadline(deadline)
+            pages = whole("allocate: pages", pages, least=0)
+        if (deadline := deadline_of(deadline)) is not None:
             return self._wait_for_slots(pages, deadline)
         reducer = self._cache.parts.reducer
         with reducer.lock:
@@ -188,12 +188,14 @@ class Request:
                 accepted only where a device pool cannot have writes under way (plain host memory).
 
         Raises:
-            InvalidInput: `upto` is not within the prompt and the slots allocated, or no event for a pool that needs it.
+            InvalidInput: `upto` is not within the prompt and the slots allocated, `ready` is no event, or None for a
+                pool that needs one.
             CacheClosed: the request or the cache is closed.
         """
         lease = self._open()
         cache = self._cache
         pages = self._pages_to_commit(upto)
+        ready = event_of(ready)
         if ready is None and not cache.device.synchronous:
             raise InvalidInput("commit needs ready=: the event behind which the device has written, or hicache.READY")
         passed = ready is None or ready is READY or ready.query()
@@ -217,27 +219,27 @@ class Request:
             extras: non-text input in what follows, by its place in the whole prompt.
 
         Raises:
-            InvalidInput: what is no token id.
+            InvalidInput: what is no token id; non-text input that does not lie in what follows.
             CacheClosed: the request or the cache is closed.
         """
         lease = self._open()
         more = symbols(tokens, 1)
-        spans = self._spans
-        if spans is not None:
-            self._spans = spans = (*spans, *extras)
-        elif tuple(extras):
-            raise InvalidInput("extras were given to a cache that was opened without extras=True")
-        self._tokens += len(more) // TOKEN_SIZE
+        spans, count = self._spans, self._tokens + len(more) // TOKEN_SIZE
+        if spans is None:
+            no_spans(extras)
+        else:
+            self._spans = spans = spans_of(extras, tokens=count, first=self._tokens, before=spans)
+        self._tokens = count
         tail = self._tail + more
         page_size = self._cache.page_size
-        whole = len(tail) // (TOKEN_SIZE * page_size)
-        self._tail = tail[whole * TOKEN_SIZE * page_size :]
-        if not whole or self._cache.bypasses(lease):
+        pages = len(tail) // (TOKEN_SIZE * page_size)
+        self._tail = tail[pages * TOKEN_SIZE * page_size :]
+        if not pages or self._cache.bypasses(lease):
             return
         old = lease.prompt
-        given = None if spans is None else page_extras(spans, page_size, whole, first_page=old.pages)
-        ids = np.frombuffer(tail, "<u4", whole * page_size)
-        prompt = Prompt(old.symbols + symbols(ids, page_size, given), old.width, old.hasher)
+        digests = None if spans is None else page_extras(spans, page_size, pages, first_page=old.pages)
+        ids = np.frombuffer(tail, "<u4", pages * page_size)
+        prompt = Prompt(old.symbols + symbols(ids, page_size, digests), old.width, old.hasher)
         self._cache.prepare(prompt)
         reducer = self._cache.parts.reducer
         with reducer.lock:
@@ -260,7 +262,13 @@ class Request:
         return self._counts
 
     def __enter__(self) -> Request:
+        self._open()
         return self
+
+    def __repr__(self) -> str:
+        match, state = self._lease.match, "closed" if self.closed else "open"
+        found = f"device={match.device} host={match.host} storage={match.storage}"
+        return f"<hicache.Request {self._tokens} tokens, {found} pages found: {state}>"
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -279,12 +287,12 @@ class Request:
         return self._lease
 
     def _pages_to_commit(self, upto: int | None) -> int:
-        upto = self._tokens if upto is None else upto
-        if isinstance(upto, bool) or not 0 <= upto <= self._tokens:
+        tokens = self._tokens if upto is None else whole_number(upto)
+        if tokens is None or not 0 <= tokens <= self._tokens:
             raise InvalidInput(
-                f"commit: upto={upto!r:.40} is not between 0 and the {self._tokens} tokens of the prompt"
+                f"commit: upto={upto!r:.40} is not a whole number between 0 and the {self._tokens} tokens of the prompt"
             )
-        return int(upto) // self._cache.page_size
+        return tokens // self._cache.page_size
 
     def _wait_for_slots(self, pages: int, deadline: float) -> Slots:
         reducer, now = self._cache.parts.reducer, self._cache.parts.clock.now
