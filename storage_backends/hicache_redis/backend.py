@@ -5,13 +5,10 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, Self
-
-import numpy as np
-from redis.exceptions import RedisClusterException, RedisError
 
 from hicache.errors import CacheClosed, InvalidInput
 from hicache.storage import codec
@@ -27,18 +24,22 @@ from hicache.storage.base import (
 )
 
 from .channel import Deadline
+from .cluster import make_topology
+from .detour import Detour
+from .health import Health
 from .labels import Labels
 from .names import Names
 from .pool import NodePool
 from .settings import RedisSettings
-from .topology import Topology, make_topology
-from .transfers import ABSENT, OK, Reads, Writes, ask, command, fetch, judge_value, store
-from .trouble import Trouble, reason_of_error
+from .sweep import Sweeper
+from .topology import Topology
+from .transfers import OK, Reads, Writes, ask, command, fetch, store
+from .trouble import Trouble
 
 __all__ = ["RedisBackend"]
 
 _WORKERS: Final = 16
-_DISBELIEVED: Final = 4096
+_GRACE: Final = 1.0
 
 
 class RedisBackend(StorageBackend):
@@ -65,10 +66,17 @@ class RedisBackend(StorageBackend):
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._reasons: Counter[str] = Counter()
-        self._disbelieved: OrderedDict[bytes, None] = OrderedDict()
+        self._detour = Detour(self._topology, ttl=settings.ttl)
         self._executor: ThreadPoolExecutor | None = None
         self._closed = False
         self._pid = os.getpid()
+        self._sweeper = Sweeper(self._names, self._topology, deadline=self._deadline)
+        self.health: Final = Health(settings, self._topology, now=now)
+        try:
+            self.health.open(self._deadline())
+        except BaseException:
+            self._topology.close()
+            raise
 
     @classmethod
     def from_url(cls, url: StorageUrl) -> Self:
@@ -96,16 +104,11 @@ class RedisBackend(StorageBackend):
         """
         deadline = self._begin()
         names = [self._names.object(stored.key) for stored in objects]
-        with self._lock:
-            disbelieved = frozenset(name for name in names if name in self._disbelieved)
-        batch = Writes(names, objects, [None] * len(objects), disbelieved=disbelieved)
+        batch = Writes(names, objects, [None] * len(objects), disbelieved=self._detour.disbelieved(names))
         self._refuse(batch, deadline)
         reason = self._each_node(names, deadline, lambda pool, at: self._put_to(pool, at, batch, deadline))
         results = [result or _failed(reason) for result in batch.results]
-        with self._lock:
-            for name, result in zip(names, results, strict=True):
-                if result.status is ObjectStatus.OK:
-                    self._disbelieved.pop(name, None)
+        self._detour.believe(name for name, result in zip(names, results, strict=True) if result is OK)
         skipped = set(batch.skipped)
         good = (i for i, result in enumerate(results) if result.status is ObjectStatus.OK and i not in skipped)
         self._count("puts", "stored", "bytes_written", results, sum(objects[i].payload.nbytes for i in good))
@@ -140,7 +143,12 @@ class RedisBackend(StorageBackend):
         Raises:
             StorageUnavailable: the new generation could not be written.
         """
-        self._labels.raise_to(namespace, generation, self._begin())
+        floor = self._labels.raise_to(namespace, generation, self._begin())
+        self._sweeper.sweep(namespace, floor)
+
+    def wait_swept(self, timeout: float) -> bool:
+        """Wait until the remains of cleared generations are gone; False if it took longer than `timeout` seconds."""
+        return self._sweeper.wait_idle(timeout)
 
     def write_manifest(self, namespace: bytes, document: bytes) -> None:
         """See `Manifests`.
@@ -162,7 +170,13 @@ class RedisBackend(StorageBackend):
         return self._labels.read_manifests(self._begin())
 
     def statistics(self) -> StorageStatistics:
-        """See `StorageBackend`. What the server holds is not this backend's alone, so objects and bytes are 0."""
+        """See `StorageBackend`. Does not wait for the server.
+
+        What the server holds is not this backend's alone, so `objects` and `bytes_used` are 0; `capacity` is its
+        `maxmemory`, and `evicted` counts the keys of anybody, some seconds old.
+        """
+        if not self._closed and self.health.claim_look():
+            self._threads().submit(self.health.look_again, self._deadline())
         with self._lock:
             return StorageStatistics(
                 puts=self._counts["puts"],
@@ -170,6 +184,8 @@ class RedisBackend(StorageBackend):
                 hits=self._counts["hits"],
                 bytes_written=self._counts["bytes_written"],
                 bytes_read=self._counts["bytes_read"],
+                capacity=self.health.capacity(),
+                evicted=self.health.evicted(),
                 by_reason=dict(self._reasons),
             )
 
@@ -180,6 +196,7 @@ class RedisBackend(StorageBackend):
                 return
             self._closed = True
             executor, self._executor = self._executor, None
+        self._sweeper.close(self.settings.deadline + _GRACE)
         if executor is not None:
             executor.shutdown(wait=True, cancel_futures=True)
         self._topology.close()
@@ -195,32 +212,7 @@ class RedisBackend(StorageBackend):
             _fail_rest(batch.results, at, trouble.reason, keep=batch.errors)
         for index in at:
             if index in batch.errors or index in batch.doubtful:
-                batch.results[index] = self._get_slowly(batch, index, pool, deadline)
-
-    def _get_slowly(self, batch: Reads, index: int, pool: NodePool, deadline: Deadline) -> ObjectResult:
-        """redis-py's own path: for keys that have moved, and to see whether what looked wrong really is."""
-        word = batch.errors.get(index, "")
-        if word == "wrongtype":
-            return ObjectResult(ObjectStatus.MISSING, "foreign")
-        if word and word not in self._topology.redirects:
-            return _failed(word)
-        self._topology.noticed(pool, word)
-        name, key, buffer = batch.names[index], batch.keys[index], batch.buffers[index]
-        try:
-            deadline.check()
-            value = self._topology.client_for(name, deadline).get(name)
-        except (Trouble, OSError, RedisError, RedisClusterException) as error:
-            return _failed(reason_of_error(error))
-        if value is None:
-            return ABSENT
-        result, payload = judge_value(key, memoryview(value), buffer)
-        if result.status is ObjectStatus.OK:
-            np.copyto(np.asarray(buffer), np.asarray(payload))
-        elif result.status is not ObjectStatus.FAILED:
-            self._disbelieve(name)
-            if result.status is ObjectStatus.CORRUPT:
-                self._flags([key], b"UNLINK")
-        return result
+                batch.results[index] = self._detour.get(batch, index, pool, deadline)
 
     def _put_to(self, pool: NodePool, at: Sequence[int], batch: Writes, deadline: Deadline) -> None:
         wanted = [index for index in at if batch.results[index] is None]
@@ -232,21 +224,7 @@ class RedisBackend(StorageBackend):
             _fail_rest(batch.results, wanted, trouble.reason, keep=batch.errors)
         for index in wanted:
             if index in batch.errors:
-                batch.results[index] = self._put_slowly(batch, index, pool, deadline)
-
-    def _put_slowly(self, batch: Writes, index: int, pool: NodePool, deadline: Deadline) -> ObjectResult:
-        word = batch.errors[index]
-        if word not in self._topology.redirects:
-            return _failed(word)
-        self._topology.noticed(pool, word)
-        name, stored = batch.names[index], batch.objects[index]
-        try:
-            deadline.check()
-            value = b"".join((stored.header, stored.payload))
-            self._topology.client_for(name, deadline).set(name, value, ex=self.settings.ttl)
-        except (Trouble, OSError, RedisError, RedisClusterException) as error:
-            return _failed(reason_of_error(error))
-        return OK
+                batch.results[index] = self._detour.put(batch, index, pool, deadline)
 
     def _flags(self, keys: Sequence[ObjectKey], verb: bytes, *arguments: bytes) -> list[bool]:
         """One command a key that answers a number; True where it is above zero."""
@@ -265,24 +243,15 @@ class RedisBackend(StorageBackend):
                 for index in at:
                     answers[index] = trouble.reason
             for index in at:
-                if answers[index] in self._topology.redirects:
-                    answers[index] = self._flag_slowly(pool, names[index], deadline, verb, arguments)
+                word = answers[index]
+                if isinstance(word, str) and word in self._topology.redirects:
+                    answers[index] = self._detour.ask(pool, names[index], deadline, (verb, *arguments), word)
 
         reason = self._each_node(names, deadline, work)
         words = [reason if answer is None else answer for answer in answers if not isinstance(answer, int)]
         with self._lock:
             self._reasons.update(str(word) for word in words)
         return [isinstance(answer, int) and answer > 0 for answer in answers]
-
-    def _flag_slowly(
-        self, pool: NodePool, name: bytes, deadline: Deadline, verb: bytes, arguments: Sequence[bytes]
-    ) -> int | str:
-        self._topology.noticed(pool, "moved")
-        try:
-            deadline.check()
-            return int(self._topology.client_for(name, deadline).execute_command(verb.decode(), name, *arguments))
-        except (Trouble, OSError, RedisError, RedisClusterException) as error:
-            return reason_of_error(error)
 
     # --- all nodes ----------------------------------------------------------------------------------------------
 
@@ -320,20 +289,19 @@ class RedisBackend(StorageBackend):
             floors[namespace] = self._labels.floor(namespace, deadline)
         for index, stored in enumerate(batch.objects):
             reason = _header_trouble(stored)
+            if len(stored.header) + stored.payload.nbytes > self.health.largest_value:
+                reason = reason or "too_large"
             if not reason and stored.key.generation < floors[stored.key.namespace]:
                 reason = "cleared"
             if reason:
                 batch.results[index] = _failed(reason)
 
-    def _disbelieve(self, name: bytes) -> None:
-        with self._lock:
-            self._disbelieved[name] = None
-            if len(self._disbelieved) > _DISBELIEVED:
-                self._disbelieved.popitem(last=False)
-
     def _begin(self) -> Deadline:
         if self._closed or self._pid != os.getpid():
             raise CacheClosed(f"{self.settings.shown} is closed" + ("" if self._closed else " in a forked process"))
+        return self._deadline()
+
+    def _deadline(self) -> Deadline:
         return Deadline(self._now, self.settings.deadline)
 
     def _count(self, asked: str, good: str, moved: str, results: list[ObjectResult], amount: int) -> None:

@@ -76,6 +76,7 @@ class Channel:
 
     Attributes:
         hint: bytes that the next read asks for at least.
+        suspect: something came that was not asked for here; the connection must not be used again.
     """
 
     def __init__(self, connection: Any, *, timeout: float, deadline: Deadline) -> None:
@@ -89,11 +90,12 @@ class Channel:
         self._start = 0
         self._end = 0
         self.hint = 512
+        self.suspect = False
 
     @property
-    def empty(self) -> bool:
+    def clean(self) -> bool:
         """Whether all that came was asked for and used."""
-        return self._start == self._end
+        return self._start == self._end and not self.suspect
 
     def send(self, parts: Sequence[bytes | memoryview]) -> None:
         """Send the parts in order, without copying them together."""

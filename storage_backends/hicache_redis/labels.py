@@ -13,6 +13,7 @@ from hicache.errors import StorageUnavailable
 
 from .channel import Deadline
 from .names import Names
+from .pool import NodePool
 from .topology import Topology
 from .trouble import Trouble, reason_of_error
 
@@ -33,11 +34,16 @@ return new
 """
 
 
-def scan(client: Any, pattern: bytes) -> Iterator[list[bytes]]:
-    """Names of a node that match, in small steps; a name may come twice."""
+def scan(pool: NodePool, pattern: bytes, deadline: Callable[[], Deadline]) -> Iterator[list[bytes]]:
+    """Names of a node that match, in small steps with a deadline each; a name may come twice.
+
+    Raises:
+        Trouble: a step broke off.
+    """
     cursor = 0
     while True:
-        cursor, names = client.scan(cursor=cursor, match=pattern, count=SCAN_COUNT)
+        with pool.own(deadline()) as client:
+            cursor, names = client.scan(cursor=cursor, match=pattern, count=SCAN_COUNT)
         yield names
         if int(cursor) == 0:
             return
@@ -124,13 +130,13 @@ class Labels:
         found: dict[bytes, bytes] = {}
         try:
             for pool in self._topology.primaries(deadline):
-                with pool.own(deadline) as client:
-                    for names in scan(client, self._names.manifests()):
-                        for name in names:
-                            namespace = self._names.label(name, "manifest")
+                for names in scan(pool, self._names.manifests(), lambda: deadline):
+                    for name in names:
+                        namespace = self._names.label(name, "manifest")
+                        with pool.own(deadline) as client:
                             value = None if namespace is None else client.get(name)
-                            if namespace is not None and value is not None:
-                                found[namespace] = value
+                        if namespace is not None and value is not None:
+                            found[namespace] = value
         except Trouble as trouble:
             raise StorageUnavailable(f"{self._shown}: manifests cannot be read: {trouble.reason}") from trouble
         return found

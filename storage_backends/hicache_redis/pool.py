@@ -198,7 +198,7 @@ class NodePool:
         try:
             channel = Channel(connection, timeout=self._timeout, deadline=deadline)
             yield channel
-            clean = channel.empty
+            clean = channel.clean
             if clean:
                 channel.restore()
         finally:

@@ -6,21 +6,19 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
-from redis import cluster, sentinel
+from redis import sentinel
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisClusterException, RedisError
+from redis.exceptions import RedisError
 from redis.retry import Retry
 
 from .channel import Deadline
 from .pool import Gate, NodePool, connection_of
-from .settings import Address, Mode, RedisSettings
+from .settings import Address, RedisSettings
 from .trouble import Trouble, reason_of_error
 
-__all__ = ["ClusterNodes", "SentinelPrimary", "SingleServer", "Topology", "make_topology"]
+__all__ = ["Groups", "Pools", "SentinelPrimary", "SingleServer", "Topology"]
 
-# redis-py has types for some parts, and for others in each version: for the checker these classes are anything.
-_Cluster: Any = cluster.RedisCluster
-_ClusterNode: Any = cluster.ClusterNode
+# redis-py has types for some parts, and for others in each version: for the checker this class is anything.
 _Sentinel: Any = sentinel.Sentinel
 
 Groups = list[tuple[NodePool, list[int]]]
@@ -66,16 +64,6 @@ class Topology(Protocol):
         ...
 
 
-def make_topology(settings: RedisSettings, *, now: Callable[[], float]) -> Topology:
-    """The topology that the settings name; connects to nothing yet."""
-    makers: dict[Mode, Callable[..., Topology]] = {
-        Mode.SINGLE: SingleServer,
-        Mode.SENTINEL: SentinelPrimary,
-        Mode.CLUSTER: ClusterNodes,
-    }
-    return makers[settings.mode](settings, now=now)
-
-
 class SingleServer:
     """One address."""
 
@@ -107,7 +95,7 @@ class SingleServer:
         self._pool.close()
 
 
-class _Pools:
+class Pools:
     """One pool an address, made on first use. Thread-safe."""
 
     def __init__(self, settings: RedisSettings, *, now: Callable[[], float]) -> None:
@@ -117,6 +105,7 @@ class _Pools:
         self._pools: dict[Address, NodePool] = {}
 
     def get(self, address: Address) -> NodePool:
+        """The pool of an address."""
         with self._lock:
             pool = self._pools.get(address)
             if pool is None:
@@ -132,6 +121,7 @@ class _Pools:
             pool.close()
 
     def close(self) -> None:
+        """Close them all."""
         self.keep(set())
 
 
@@ -142,7 +132,7 @@ class SentinelPrimary:
 
     def __init__(self, settings: RedisSettings, *, now: Callable[[], float]) -> None:
         self._service = settings.service
-        self._pools = _Pools(settings, now=now)
+        self._pools = Pools(settings, now=now)
         self._gate = Gate(now=now)
         self._lock = threading.Lock()
         self._primary: NodePool | None = None
@@ -178,6 +168,16 @@ class SentinelPrimary:
                 if self._primary is pool:
                     self._primary = None
 
+    def ask_all(self) -> list[object]:
+        """What each sentinel says about the service: an address, None, or the error of asking it."""
+        answers: list[object] = []
+        for one in self._sentinels.sentinels:
+            try:
+                answers.append(one.sentinel_get_master_addr_by_name(self._service))
+            except (OSError, RedisError) as error:
+                answers.append(error)
+        return answers
+
     def close(self) -> None:
         """See `Topology`."""
         self._pools.close()
@@ -205,106 +205,3 @@ class SentinelPrimary:
         with self._lock:
             self._primary = pool
         return pool
-
-
-class ClusterNodes:
-    """The primaries of a cluster, by redis-py's map of slots; the map is drawn anew when a node fails."""
-
-    redirects: frozenset[str] = frozenset({"moved", "ask", "tryagain"})
-
-    def __init__(self, settings: RedisSettings, *, now: Callable[[], float]) -> None:
-        self._settings = settings
-        self._pools = _Pools(settings, now=now)
-        self._gate = Gate(now=now)
-        self._lock = threading.Lock()
-        self._client: Any = None
-        self._stale = False
-
-    def group(self, names: Sequence[bytes], deadline: Deadline) -> Groups:
-        """See `Topology`."""
-        client = self._connected(deadline)
-        groups: dict[NodePool, list[int]] = {}
-        for index, name in enumerate(names):
-            groups.setdefault(self._serving(client, name), []).append(index)
-        return list(groups.items())
-
-    def client_for(self, name: bytes, deadline: Deadline) -> Any:
-        """See `Topology`. Follows MOVED and ASK, and corrects the map of slots on the way."""
-        del name
-        return self._connected(deadline)
-
-    def primaries(self, deadline: Deadline) -> list[NodePool]:
-        """See `Topology`."""
-        nodes = self._connected(deadline).get_primaries()
-        return [self._pools.get((node.host, int(node.port))) for node in nodes]
-
-    def noticed(self, pool: NodePool, reason: str) -> None:
-        """See `Topology`."""
-        del pool
-        if reason in ("timeout", "connection", "clusterdown", "moved", "readonly", "loading", "masterdown"):
-            self._stale = True
-
-    def close(self) -> None:
-        """See `Topology`."""
-        self._pools.close()
-        with self._lock:
-            client, self._client = self._client, None
-        if client is not None:
-            client.close()
-
-    def _serving(self, client: Any, name: bytes) -> NodePool:
-        try:
-            node = client.get_node_from_key(name)
-        except (RedisError, RedisClusterException) as error:
-            self._stale = True
-            raise Trouble("clusterdown") from error
-        if node is None:
-            raise Trouble("clusterdown")
-        return self._pools.get((node.host, int(node.port)))
-
-    def _connected(self, deadline: Deadline) -> Any:
-        client = self._client
-        if client is not None and not self._stale:
-            return client
-        deadline.check()
-        try:
-            self._gate.enter()
-        except Trouble:
-            if client is not None:
-                return client  # the old map, while another caller draws the new one or it is too soon
-            raise
-        try:
-            return self._draw(client)
-        except (OSError, RedisError, RedisClusterException) as error:
-            reason = reason_of_error(error.__cause__ or error)
-            self._gate.failed(reason)
-            if client is not None:
-                return client
-            raise Trouble(reason) from error
-        except BaseException:
-            self._gate.worked()
-            raise
-
-    def _draw(self, client: Any) -> Any:
-        if client is None:
-            client = self._open()
-            with self._lock:
-                self._client = client
-        else:
-            client.nodes_manager.initialize()
-        self._stale = False
-        self._gate.worked()
-        return client
-
-    def _open(self) -> Any:
-        settings = self._settings
-        _, arguments = connection_of(settings, settings.addresses[0])
-        for name in ("host", "port", "db"):
-            arguments.pop(name, None)
-        if settings.tls is not None:
-            arguments["ssl"] = True
-        return _Cluster(
-            startup_nodes=[_ClusterNode(host, port) for host, port in settings.addresses],
-            require_full_coverage=False,
-            **arguments,
-        )

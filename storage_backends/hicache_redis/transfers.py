@@ -115,6 +115,7 @@ def _read_one(channel: Channel, batch: Reads, index: int, *, last: bool) -> None
         channel.end_value()
         if result.status is ObjectStatus.CORRUPT or (result.status is ObjectStatus.MISSING and result.header):
             batch.doubtful.add(index)
+            channel.suspect = True
         batch.results[index] = result
 
 
