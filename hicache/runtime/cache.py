@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import warnings
 from collections.abc import Iterable
-from pathlib import Path
 from types import TracebackType
 
 from hicache.core.identity import Adapter
@@ -15,29 +13,31 @@ from hicache.core.reasons import RequestCounts
 from hicache.core.symbols import Span, Tokens, page_extras, symbols
 from hicache.core.transfers import Lease
 from hicache.core.tree import HiRadixTree
-from hicache.errors import CacheClosed, ConfigError, InvalidInput, StorageUnavailable
 from hicache.memory.base import DevicePool, HostPool
 from hicache.records import Match, MissReason
-from hicache.runtime.attaching import DetachReport, attach, check_attachable, detach, open_backend
-from hicache.runtime.clearing import clear_memory, clear_storage
+from hicache.runtime.arguments import (
+    deadline_of,
+    flag,
+    length_of,
+    no_spans,
+    number_of_seconds,
+    priority_of,
+    spans_of,
+)
 from hicache.runtime.closing import CloseReport, drain, take_apart
-from hicache.runtime.events import Subscription
 from hicache.runtime.forks import watch
-from hicache.runtime.options import check_deadline
 from hicache.runtime.parts import Parts
 from hicache.runtime.reducer import Pump
 from hicache.runtime.request import Request, usable_pages
 from hicache.runtime.scopes import Scope
-from hicache.runtime.statistics import CacheStatistics, Ledger, snapshot
-from hicache.storage.base import StorageBackend
+from hicache.runtime.statistics import Ledger
+from hicache.runtime.upkeep import FORKED, Upkeep
 
 _CLOSED = "the cache is closed"
-_FORKED = "this process is a fork of the one that opened the cache: open one here, after the fork"
 _BYPASS = bytes(16)  # names the tree of requests that go past the cache; no sha256 prefix anybody will meet
-_FIRST_USE = 1.0  # seconds for which the first request of a namespace waits for storage to tell its generation
 
 
-class EmbeddedCache:
+class EmbeddedCache(Upkeep):
     """Made by `hicache.open`; a context manager. Thread-safe; a forked child must not use it.
 
     Attributes:
@@ -76,6 +76,7 @@ class EmbeddedCache:
         if self._pump is not None and parts.storage is not None:
             parts.storage.begun = self._pump.watch
         self._report: CloseReport | None = None  # last: a cache that failed before has nothing to close
+        self._start_canary()
         watch(self)
 
     @property
@@ -119,15 +120,14 @@ class EmbeddedCache:
             CacheClosed: the cache is closed.
         """
         self.check_open()
-        if deadline is not None:
-            check_deadline(deadline)
+        deadline = deadline_of(deadline)
+        priority = priority_of(priority)
         started = self._now()
         page_size = self.page_size
-        spans = self._spans(extras)
-        whole = self._symbols(tokens, spans)
+        prompt_bytes, spans = self._symbols(tokens, extras)
         count = len(tokens)
-        pages = len(whole) // self._width
-        limit = usable_pages(count, page_size) if logits else pages
+        pages = len(prompt_bytes) // self._width
+        limit = usable_pages(count, page_size) if flag("logits", logits) else pages
         tail = symbols(tokens[pages * page_size :], 1) if count != pages * page_size else b""
         if adapter is None and tenant is None and salt is None:
             scope: Scope | None = self._base
@@ -141,7 +141,7 @@ class EmbeddedCache:
         if scope is None:
             lease = self._past_the_cache(count, limit, priority)
         else:
-            prompt = Prompt(whole, self._width, scope.hasher)
+            prompt = Prompt(prompt_bytes, self._width, scope.hasher)
             self.prepare(prompt)
             with reducer.lock:
                 self.check_open()  # again: from here on closing would find the lease
@@ -172,177 +172,16 @@ class EmbeddedCache:
         Args and errors are those of `request`.
         """
         self.check_open()
-        whole = self._symbols(tokens, self._spans(extras))
-        pages = len(whole) // self._width
-        limit = usable_pages(len(tokens), self.page_size) if logits else pages
+        prompt_bytes, _ = self._symbols(tokens, extras)
+        pages = len(prompt_bytes) // self._width
+        limit = usable_pages(len(tokens), self.page_size) if flag("logits", logits) else pages
         scope = self.parts.scopes.known(adapter, tenant, salt)
         if scope is None:
             return Match()
-        prompt = Prompt(whole, self._width, scope.hasher)
+        prompt = Prompt(prompt_bytes, self._width, scope.hasher)
         with self._reducer.lock:
             self._reducer.settle()
             return Match() if scope.tree is None else self._core.match(scope.tree, prompt, limit)
-
-    # ---- upkeep
-
-    def report_prefill(self, tokens: int, seconds: float) -> None:
-        """The engine has computed so many tokens in so many seconds.
-
-        A moving average of what is reported takes the place of the option `prefill_tokens_per_second`: from the first
-        report on, pages are brought up only where that takes less time than computing them.
-
-        Raises:
-            ConfigError: not a number above 0 of both.
-            CacheClosed: the cache is closed.
-        """
-        self.check_open()
-        with self._reducer.lock:
-            self.parts.loader.planner.report(tokens, seconds)
-
-    def clear(
-        self,
-        *,
-        adapter: Adapter | None = None,
-        tenant: str | None = None,
-        salt: str | None = None,
-        deadline: float = 5.0,
-    ) -> None:
-        """Forget all pages of one namespace, in every tier, as after a change of weights.
-
-        In memory it is done when this returns or raises; requests that are open keep what they have and publish
-        nothing any more. In storage the namespace's generation is raised.
-
-        Args:
-            adapter: whose pages, as in `request`; with all three None those of requests that have none of them.
-            tenant: as in `request`.
-            salt: as in `request`.
-            deadline: seconds to wait for storage.
-
-        Raises:
-            StorageError: storage did not confirm: after a restart old pages may be found again. Call it again.
-            CacheClosed: the cache is closed.
-        """
-        self.check_open()
-        check_deadline(deadline)
-        started = self._now()
-        scope = self._scope(adapter, tenant, salt, started, deadline)
-        if scope is None:
-            raise StorageUnavailable("clear: the namespace's generation is not known, as storage does not answer")
-        generation = clear_memory(self.parts, scope, self._pump)
-        clear_storage(self.parts, scope, generation, end=started + deadline)
-
-    def detach_storage(self, deadline: float = 5.0, *, force: bool = False) -> DetachReport:
-        """Take the storage away; the tiers above go on. Requests may be open, and new ones begin meanwhile.
-
-        From its beginning on nothing new is read from storage or written to it, and what was under way is waited for.
-        Pages that were not written yet are kept as without storage; call `flush` before, to write them. Afterwards
-        nothing is believed of what storage has, and `attach_storage` may give another one, or the same.
-
-        Args:
-            deadline: seconds to wait for what is under way.
-            force: fail what is under way instead of refusing. What is inside a call that does not come back keeps
-                its slots until it does, and is reported.
-
-        Returns:
-            What was failed, and what is stuck.
-
-        Raises:
-            StorageError: something was still under way at the deadline, and `force` was not given: it stays attached.
-            ConfigError: no storage is attached.
-            CacheClosed: the cache is closed.
-        """
-        self.check_open()
-        check_deadline(deadline)
-        end = self._now() + deadline
-        with self._attaching:
-            return detach(self.parts, self._pump, end=end, force=force)
-
-    def attach_storage(self, storage: str | StorageBackend) -> None:
-        """Give a cache without storage one, while it is in use. What it holds above is written there by and by.
-
-        Needs a cache that was opened with storage, or with `attachable=True`. How often its objects are touched was
-        fixed then. Each namespace in use gets the higher of the generations that storage and this cache have.
-
-        Args:
-            storage: a URL, or an open backend, which stays the caller's to close.
-
-        Raises:
-            ConfigError: a storage is attached already, the cache cannot have one, or a bad URL.
-            StorageError: storage cannot be reached.
-            CacheClosed: the cache is closed.
-        """
-        self.check_open()
-        with self._attaching:
-            check_attachable(self.parts)
-            backend = open_backend(storage, self.parts.options, self.parts.clock)
-            owned = isinstance(storage, str)
-            try:
-                attach(self.parts, backend, owned=owned)
-            except BaseException:
-                if owned:
-                    backend.close()
-                raise
-
-    def flush(self, deadline: float = 60.0) -> bool:
-        """Write all pages down that a lower tier should have, root first, and wait for it.
-
-        Args:
-            deadline: seconds to wait.
-
-        Returns:
-            Whether nothing is left; False when time was up, or HOST or storage could not take any more.
-
-        Raises:
-            CacheClosed: the cache is closed, or was closed meanwhile.
-        """
-        self.check_open()
-        check_deadline(deadline)
-        return drain(self.parts, end=self._now() + deadline)
-
-    def events(self, *, limit: int = 65_536) -> Subscription:
-        """Listen to residency changes from now on. Replayed from the opening on they equal residency.
-
-        Args:
-            limit: events that may wait to be read; what is above it is lost, and a `Gap` says so.
-
-        Raises:
-            ConfigError: the cache was opened without `events=True`.
-        """
-        self.check_open()
-        if not self.parts.options.events:
-            raise ConfigError("no events are produced: open the cache with events=True")
-        return self.parts.publisher.subscribe(limit=limit)
-
-    def statistics(self) -> CacheStatistics:
-        """A snapshot. May be called at any time, also after `close`."""
-        if self._refusal is _FORKED:
-            raise CacheClosed(_FORKED)
-        with self._reducer.lock:
-            self._reducer.settle()
-            return snapshot(self.parts, self._ledger, open_requests=len(self._leases))
-
-    def check(self) -> None:
-        """Check every invariant of tiers and tree, slowly.
-
-        Raises:
-            HicacheInternalError: one is broken, or an internal error was caught before.
-        """
-        self.check_open()
-        with self._reducer.lock:
-            self._reducer.settle()
-            self._core.check()
-
-    def dump_recording(self, path: str | os.PathLike[str]) -> None:
-        """Write what the flight recorder has into one file, for `hicache replay`. The file is replaced.
-
-        Raises:
-            ConfigError: the cache was opened without `flight_recorder`, or the file cannot be written.
-            CacheClosed: the cache is closed.
-        """
-        self.check_open()
-        if self.parts.flight is None:
-            raise ConfigError("nothing was recorded: open the cache with flight_recorder=True or a folder")
-        self.parts.flight.dump(Path(path))
 
     # ---- closing
 
@@ -357,9 +196,9 @@ class EmbeddedCache:
         Returns:
             What was left undone. Calling again returns the same.
         """
-        if self._refusal is _FORKED:
+        if self._refusal is FORKED:
             return CloseReport(complete=False)  # all of it belongs to the parent
-        check_deadline(deadline)
+        deadline = number_of_seconds("deadline", deadline)
         with self._closing:
             if self._report is None:
                 self._report = self._close(self._now() + deadline)
@@ -387,11 +226,6 @@ class EmbeddedCache:
 
     # ---- for requests
 
-    def check_open(self) -> None:
-        """Raise `CacheClosed` unless the cache is open in this process."""
-        if self._refusal is not None:
-            raise CacheClosed(self._refusal)
-
     def prepare(self, prompt: Prompt) -> None:
         """Hash a prompt where storage or the flight recorder will ask for it, before the lock is taken."""
         if self._hashes:
@@ -403,7 +237,7 @@ class EmbeddedCache:
 
     def release(self, lease: Lease, *, aborted: bool) -> RequestCounts:
         """End a lease: free all it holds, and count it once."""
-        if self._refusal is _FORKED:
+        if self._refusal is FORKED:
             return RequestCounts(aborted=True)  # its slots are the parent's
         with self._reducer.lock:
             counts = self._release(lease, aborted=aborted)
@@ -412,18 +246,25 @@ class EmbeddedCache:
 
     def drop(self, lease: Lease) -> None:
         """A request was collected without being closed. May be called by a finaliser, anywhere."""
-        if self._refusal is not _FORKED:
+        if self._refusal is not FORKED:
             self._reducer.post(self._dropped, lease)
 
     def forked(self) -> None:
         """This is a forked child."""
-        self._refusal = _FORKED
+        self._refusal = FORKED
+
+    def __repr__(self) -> str:
+        held = [f"device={self.device.slots}", f"host={self.host.slots if self.host is not None else 0}"]
+        storage = "storage" if self._attached else "no storage"
+        state = self._refusal or "open"
+        return f"<hicache.EmbeddedCache {self.namespace.model!r} {' '.join(held)} pages, {storage}: {state}>"
 
     def __del__(self) -> None:
         if getattr(self, "_report", True) is None and self._refusal is None:
             warnings.warn("a cache was never closed: its threads go on", ResourceWarning, stacklevel=1)
 
     def __enter__(self) -> EmbeddedCache:
+        self.check_open()
         return self
 
     def __exit__(
@@ -433,28 +274,15 @@ class EmbeddedCache:
 
     # ---- inside
 
-    @property
-    def _attached(self) -> bool:
-        return self.parts.storage is not None and self.parts.storage.attached
-
-    def _symbols(self, tokens: Tokens, spans: tuple[Span, ...] | None) -> bytes:
-        if spans is None:
-            return symbols(tokens, self.page_size)
-        pages = len(tokens) // self.page_size
-        return symbols(tokens, self.page_size, page_extras(spans, self.page_size, pages))
-
-    def _spans(self, extras: Iterable[Span]) -> tuple[Span, ...] | None:
-        if self._extras:
-            return tuple(extras)
-        if extras and tuple(extras):
-            raise InvalidInput("extras were given to a cache that was opened without extras=True: open it with it")
-        return None
-
-    def _scope(
-        self, adapter: Adapter | None, tenant: str | None, salt: str | None, started: float, deadline: float | None
-    ) -> Scope | None:
-        patience = _FIRST_USE if deadline is None else min(deadline, _FIRST_USE)
-        return self.parts.scopes.find(adapter, tenant, salt, deadline=started + patience)
+    def _symbols(self, tokens: Tokens, extras: Iterable[Span]) -> tuple[bytes, tuple[Span, ...] | None]:
+        """The prompt's whole pages as symbols, and its non-text input; None where the cache takes none."""
+        if not self._extras:
+            no_spans(extras)
+            return symbols(tokens, self.page_size), None
+        count = length_of(tokens)
+        spans = spans_of(extras, tokens=count)
+        pages = count // self.page_size
+        return symbols(tokens, self.page_size, page_extras(spans, self.page_size, pages)), spans
 
     def _past_the_cache(self, tokens: int, pages: int, priority: int) -> Lease:
         reducer = self._reducer
@@ -482,7 +310,7 @@ class EmbeddedCache:
             missed = {MissReason.BYPASSED: pages} if pages else {}
             lease.counts = counts = RequestCounts(pages, missed=missed, aborted=aborted)
             self._ledger.bypassed += 1
-        self._ledger.add(counts, tokens=tokens)
+        self._ledger.add(counts, tokens=tokens, found=lease.match.storage)
         self._reducer.notify()
         return counts
 

@@ -17,8 +17,10 @@ from hicache.core.symbols import EXTRAS_SIZE, TOKEN_SIZE
 from hicache.errors import ConfigError, NamespaceError
 from hicache.memory.base import HostPool
 from hicache.runtime.absent import AbsentPages
+from hicache.runtime.arguments import clock_of, flag, storage_of
 from hicache.runtime.attaching import open_backend
 from hicache.runtime.cache import EmbeddedCache
+from hicache.runtime.canary import Canary
 from hicache.runtime.events import Publisher
 from hicache.runtime.executor import Executor
 from hicache.runtime.flight import Flight, FlightRecorder
@@ -41,7 +43,7 @@ def open_cache(
     namespace: Namespace,
     *,
     device: DeviceSize,
-    host: HostSize = 0,
+    host: HostSize | None = 0,
     storage: str | StorageBackend | None = None,
     write_policy: WritePolicy | Sequence[WritePolicy] = "write_through",
     prefetch_timeout: PrefetchTimeout | float = PrefetchTimeout(),  # noqa: B008  frozen
@@ -54,19 +56,22 @@ def open_cache(
 
     Args:
         namespace: the model as served.
-        device: the engine's own pool (`DevicePool`), or the size of one to be made: pages, or bytes such as "2GiB".
+        device: the engine's own pool (`hicache.TensorDevicePool.attach` makes one of its tensors), which stays the
+            caller's to close; or the size of one to be made: a number of pages, or bytes in quotes such as "2GiB".
             With `bytes=False` None is without limit.
-        host: size of the host tier, in pages or bytes; 0 is none.
+        host: size of the host tier, in pages or bytes; 0 and None are none.
         storage: URL such as "file:///var/cache/hicache?capacity=100GiB", or an open backend, which stays the
             caller's to close; None is none. It stages through the host tier, so that must not be 0.
         write_policy: `write_through`, `write_through_selective`, `write_back` or an `EdgePolicy`; a pair gives one
             for DEVICE to HOST and one for HOST to STORAGE.
         prefetch_timeout: a `PrefetchTimeout`, or seconds.
         bytes: False makes pools that hold no bytes, for simulation.
-        clock: a monotonic clock.
+        clock: a monotonic clock, an object with `now()` in seconds; None is the machine's.
         flight_recorder: True records what leads to a failure in memory, a folder in files there that outlive the
             process; `hicache replay` repeats it. A `FlightRecorder` sets more. None does not record.
-        options: fields of `Options`: `eviction`, `prefetch`, `prefetch_threshold`, `extras`, `events`, ...
+        options: any field of `hicache.Options`, which describes each. Most used: `eviction` ("lru", "lfu", "slru",
+            "priority"), `prefetch` ("timeout", "best_effort", "wait_complete"), `prefetch_threshold` (tokens),
+            `extras=True` (prompts with images), `events=True` (residency changes).
 
     Returns:
         The cache; close it, best by `with`.
@@ -80,6 +85,10 @@ def open_cache(
         raise NamespaceError(f"namespace must be a Namespace, not {type(namespace).__name__}")
     options["flight_recorder"] = read_flight_recorder(flight_recorder)
     settings = _settings(options, write_policy, prefetch_timeout)
+    storage = storage_of(storage)
+    clock = MonotonicClock() if clock is None else clock_of(clock)
+    flag("bytes", bytes)
+    host = 0 if host is None else host
     if storage is not None and not bytes:
         raise ConfigError("storage keeps bytes, but bytes=False makes pools without any: leave one of them out")
     if (storage is not None or settings.attachable) and host == 0:
@@ -87,7 +96,6 @@ def open_cache(
     with ExitStack() as undo:
         pools = make_pools(namespace, device=device, host=host, with_bytes=bytes, options=settings)
         undo.callback(_close_pools, pools)
-        clock = clock or MonotonicClock()
         port = None
         if storage is not None or settings.attachable:
             backend = None if storage is None else open_backend(storage, settings, clock)
@@ -97,6 +105,10 @@ def open_cache(
         cache = _wire(namespace, settings, config=config, pools=pools, port=port, clock=clock, undo=undo)
         undo.pop_all()
     return cache
+
+
+# Users know it as `hicache.open`; under that name it would hide Python's own `open` in this module.
+open_cache.__name__ = open_cache.__qualname__ = "open"
 
 
 def _settings(
@@ -148,7 +160,7 @@ def _wire(
     failed = None if flight is None else flight.failed
     reducer = Reducer(core, wait=waiter(clock), publish=publisher.publish, flushes=flushes, failed=failed)
     width = TOKEN_SIZE * namespace.page_size + (EXTRAS_SIZE if options.extras else 0)
-    storage = None
+    storage = canary = None
     warnings: tuple[str, ...] = ()
     if port is not None:
         assert pools.host is not None
@@ -157,6 +169,7 @@ def _wire(
         storage = _storage_io(plan, options, pools.host, port, clock)
         undo.callback(storage.close, lambda thread: thread.join(1.0))
         reducer.look = storage.look
+        canary = Canary(port, storage, shard=plan.anchor)
     scopes = Scopes(
         namespace,
         reducer=reducer,
@@ -200,6 +213,7 @@ def _wire(
         publisher=publisher,
         width=width,
         flight=flight,
+        canary=canary,
         warnings=warnings,
     )
     if port is not None and port.backend is None:

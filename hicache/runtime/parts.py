@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from hicache.clock import Clock
 from hicache.core.cache import Core
 from hicache.core.identity import Namespace
+from hicache.runtime.canary import Canary
 from hicache.runtime.events import Publisher
 from hicache.runtime.executor import Executor
 from hicache.runtime.flight import Flight
@@ -35,6 +36,7 @@ class Parts:
         storage: threads for storage; None without a port.
         scopes: namespaces and their trees.
         loader: prefetches and loads.
+        canary: shows whether storage works; None without a port.
         publisher: hands events out.
         width: bytes of a page's symbol.
         flight: the flight recorder; None without one.
@@ -55,4 +57,5 @@ class Parts:
     publisher: Publisher
     width: int
     flight: Flight | None = None
+    canary: Canary | None = None
     warnings: tuple[str, ...] = ()

@@ -158,10 +158,9 @@ class StoragePort(StorageBackend):
         return StorageStatistics() if backend is None else backend.statistics()
 
     def close(self) -> None:
-        """Close the backend if it is this cache's own."""
-        owned = self.detach()
-        if owned is not None:
-            owned.close()
+        """Close the backend if it is this cache's own. Its statistics can still be read."""
+        if self._owned and self._backend is not None:
+            self._backend.close()
 
     def _needed(self) -> StorageBackend:
         backend = self._backend

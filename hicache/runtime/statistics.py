@@ -11,9 +11,12 @@ from hicache.core.statistics import CoreStatistics
 from hicache.core.transfers import TransferKind
 from hicache.memory.base import CopyStatistics
 from hicache.records import MissReason
+from hicache.runtime.canary import OFF
+from hicache.runtime.health import degraded
 from hicache.runtime.parts import Parts
 from hicache.runtime.planner import PlanningStatistics
 from hicache.runtime.queues import QueueStatistics
+from hicache.runtime.summary import summary
 from hicache.storage.base import StorageStatistics
 
 
@@ -66,6 +69,8 @@ class CacheStatistics:
         copies: the copy engine.
         storage: the backend's own counts, or None.
         reads, writes: the queues of storage work, or None.
+        canary: whether storage works: "off", "running", "ok", "undecided: ...", "failed: ...".
+        degraded: why the cache is not all that it should be, in words; empty when all is well.
     """
 
     requests: int
@@ -89,26 +94,38 @@ class CacheStatistics:
     storage: StorageStatistics | None
     reads: QueueStatistics | None
     writes: QueueStatistics | None
+    canary: str
+    degraded: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """A few lines for people."""
+        return summary(self)
 
 
 class Ledger:
     """Running counts of closed requests. Used under the reducer's lock."""
 
-    __slots__ = ("aborted", "asked", "bypassed", "device", "dropped", "host", "missed", "requests", "storage", "tokens")
+    __slots__ = (
+        "aborted", "asked", "bypassed", "device", "dropped", "host", "missed", "requests", "storage", "tokens",
+        "unserved",
+    )  # fmt: skip
 
     def __init__(self) -> None:
-        self.requests = self.aborted = self.bypassed = self.dropped = 0
+        self.requests = self.aborted = self.bypassed = self.dropped = self.unserved = 0
         self.tokens = self.asked = self.device = self.host = self.storage = 0
         self.missed: Counter[MissReason] = Counter()
 
-    def add(self, counts: RequestCounts, *, tokens: int) -> None:
+    def add(self, counts: RequestCounts, *, tokens: int, found: int = 0) -> None:
         """Count one request that was just closed.
 
         Args:
             counts: its pages.
             tokens: all tokens of its prompt.
+            found: pages that storage was believed or found to have for it.
         """
         self.requests += 1
+        # What was not worth its time or had no slots says nothing about storage.
+        self.unserved += not counts.storage and found > counts.missed.get(MissReason.OVER_BUDGET, 0)
         self.aborted += counts.aborted
         self.tokens += tokens
         self.asked += counts.asked
@@ -135,7 +152,9 @@ def snapshot(parts: Parts, ledger: Ledger, *, open_requests: int) -> CacheStatis
     """A snapshot of a cache. The reducer's lock is held, so that the numbers fit together."""
     core = parts.core.statistics()
     page_bytes = parts.pools.device.page_bytes
-    reads, writes = parts.storage.statistics() if parts.storage is not None else (None, None)
+    queues = parts.storage.statistics() if parts.storage is not None else ()
+    reads, writes = queues or (None, None)
+    storage = parts.port.statistics() if parts.port is not None and parts.port.backend is not None else None
     return CacheStatistics(
         requests=ledger.requests,
         aborted=ledger.aborted,
@@ -155,7 +174,16 @@ def snapshot(parts: Parts, ledger: Ledger, *, open_requests: int) -> CacheStatis
         internal_errors=parts.reducer.internal_errors,
         core=core,
         copies=parts.pools.copies.statistics(),
-        storage=parts.port.statistics() if parts.port is not None and parts.port.backend is not None else None,
+        storage=storage,
         reads=reads,
         writes=writes,
+        canary=parts.canary.state if parts.canary is not None else OFF,
+        degraded=degraded(
+            parts,
+            queues,
+            storage=storage,
+            stored=core.completed[TransferKind.PUT],
+            expected=ledger.unserved,
+            came=ledger.storage,
+        ),
     )

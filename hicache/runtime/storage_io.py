@@ -92,7 +92,7 @@ class StorageIO:
         self._absent = absent
         self._page_bytes = page_bytes
         self.attached = port.backend is not None
-        self.attachment = 0
+        self.attachment = int(self.attached)
         self.begun: Callable[[], None] = _nothing
         self.manifest: Callable[[bytes], bytes | None] = _no_manifest
         self._manifests: set[bytes] = set()

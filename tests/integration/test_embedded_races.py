@@ -92,7 +92,7 @@ def test_the_source_of_a_running_load_is_not_reused() -> None:
 @pytest.mark.case("RACE-2")
 def test_a_put_on_its_way_is_neither_a_hit_nor_absent() -> None:
     storage, gate = FaultyStorage(MemoryBackend()), Gate()
-    with hicache.open(small_namespace(), device=32, host=32, storage=storage) as cache:
+    with hicache.open(small_namespace(), device=32, host=32, storage=storage, canary=False) as cache:
         engine = FakeEngine(cache)
         tokens = prompt(1, 41)
         storage.script("put", delay(gate))
@@ -134,11 +134,13 @@ def test_what_a_request_matched_stays_until_it_is_closed() -> None:
 def test_a_load_reports_the_shorter_truth_when_pages_are_gone() -> None:
     storage = MemoryBackend()
     tokens = prompt(1, 49)
-    with hicache.open(small_namespace(), device=16, host=16, storage=storage) as cache:
+    with hicache.open(small_namespace(), device=16, host=16, storage=storage, canary=False) as cache:
         FakeEngine(cache).run(tokens)
         assert cache.flush()
     faulty, gate = FaultyStorage(storage), Gate()
-    with hicache.open(small_namespace(), device=16, host=16, storage=faulty, prefetch="wait_complete") as cache:
+    with hicache.open(
+        small_namespace(), device=16, host=16, storage=faulty, canary=False, prefetch="wait_complete"
+    ) as cache:
         faulty.always("get_into", delay(gate))
         with cache.request(tokens) as request:
             gate.until_arrived()
@@ -155,7 +157,7 @@ def test_a_clear_while_transfers_run_frees_each_slot_once_and_nothing_late_lands
     inner = MemoryBackend()
     gates, gate = _Gates(), Gate()
     storage = FaultyStorage(inner)
-    with _open(gates, device=300, host=300, storage=storage) as cache:
+    with _open(gates, device=300, host=300, storage=storage, canary=False) as cache:
         engine = FakeEngine(cache)
         storage.always("put", delay(gate))
         for seed in range(10):
@@ -238,7 +240,7 @@ def test_an_event_that_breaks_publishes_nothing() -> None:
 @pytest.mark.case("RACE-6")
 def test_many_threads_committing_one_prompt_store_it_once() -> None:
     storage = FaultyStorage(MemoryBackend())
-    with hicache.open(small_namespace(), device=400, host=64, storage=storage, events=True) as cache:
+    with hicache.open(small_namespace(), device=400, host=64, storage=storage, canary=False, events=True) as cache:
         events = cache.events()
         for round_ in range(20):
             tokens = prompt(round_, 17)
@@ -272,7 +274,7 @@ def test_many_threads_committing_one_prompt_store_it_once() -> None:
 @pytest.mark.case("RACE-7")
 def test_host_pages_stay_until_the_write_that_reads_them_has_ended() -> None:
     storage, gate = FaultyStorage(MemoryBackend()), Gate()
-    with hicache.open(small_namespace(), device=32, host=12, storage=storage) as cache:
+    with hicache.open(small_namespace(), device=32, host=12, storage=storage, canary=False) as cache:
         engine = FakeEngine(cache)
         tokens = prompt(1, 41)
         storage.always("put", delay(gate))
@@ -340,7 +342,9 @@ def test_requests_aborted_at_any_stage_give_everything_back() -> None:
         assert cache.flush()
     storage = FaultyStorage(inner)
     rng = random.Random(5)
-    with hicache.open(small_namespace(), device=24, host=24, storage=storage, prefetch="wait_complete") as cache:
+    with hicache.open(
+        small_namespace(), device=24, host=24, storage=storage, canary=False, prefetch="wait_complete"
+    ) as cache:
         engine = FakeEngine(cache)
         for _ in range(1000):
             stage = rng.randrange(5)

@@ -1,0 +1,54 @@
+"""Why a cache is not all that it should be, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hicache.runtime.canary import MANY_PAGES, MANY_REQUESTS
+from hicache.runtime.parts import Parts
+from hicache.runtime.queues import QueueStatistics
+from hicache.storage.base import BreakerState, StorageStatistics
+
+
+def degraded(
+    parts: Parts,
+    queues: tuple[QueueStatistics, ...],
+    *,
+    storage: StorageStatistics | None,
+    stored: int,
+    expected: int,
+    came: int,
+) -> tuple[str, ...]:
+    """Reasons, the worst first; empty when all is well. Device and host tier go on in any case.
+
+    Args:
+        parts: of the cache.
+        queues: of reads and of writes.
+        storage: the backend's counts.
+        stored: pages that storage has acknowledged.
+        expected: requests that found pages in storage.
+        came: pages that came from there.
+    """
+    if parts.storage is None:
+        return ()
+    if not parts.storage.attached:
+        return ("storage: detached",) if parts.storage.attachment else ()
+    reasons = [*_trouble(queues, storage)]
+    if parts.canary is not None and parts.canary.failed:
+        reasons.append(f"storage: canary {parts.canary.state}")
+    if stored >= MANY_PAGES and expected >= MANY_REQUESTS and not came:
+        reasons.append(
+            f"storage: {stored} pages stored, and none came back for {expected} requests that it had some of"
+        )
+    return tuple(reasons)
+
+
+def _trouble(queues: tuple[QueueStatistics, ...], storage: StorageStatistics | None) -> Iterator[str]:
+    for name, queue in zip(("reads", "writes"), queues, strict=True):
+        if queue.stopped:
+            yield f"storage: {name} stopped, {queue.hung} hung"
+        elif queue.hung:
+            yield f"storage: {queue.hung} {name} hung"
+    for breaker in storage.breakers if storage is not None else ():
+        if breaker.state is not BreakerState.CLOSED:
+            yield f"storage: {breaker.name} breaker {breaker.state.value}: {breaker.reason}"
