@@ -145,6 +145,8 @@ class Loader:
         explores = False
         if prefetch is not None:
             prefetch.over = True
+            if not prefetch.waits:  # what is found from now on was not worth waiting for
+                reducer.core.decline(lease, prefetch.base + prefetch.planned)
             prefetch.probing = prefetch.probing and not prefetch.waits
             explores = prefetch.explores
         if decision is not None and decision.planned_host < decision.host:
@@ -201,7 +203,9 @@ class Loader:
             core.prefetch(lease)
             return
         if not prefetch.over:
-            prefetch.decision = decision = self.planner.plan(host, pages, coming=prefetch.planned)
+            queued = sum(transfer.count for transfer in core.actions if transfer.kind is TransferKind.FETCH)
+            decision = self.planner.plan(host, pages, coming=prefetch.planned, queued=queued)
+            prefetch.decision = decision
             if decision.planned_storage > prefetch.planned:
                 prefetch.planned = decision.planned_storage
                 core.prefetch(lease, prefetch.base + prefetch.planned)

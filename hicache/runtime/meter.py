@@ -95,21 +95,23 @@ class Meter:
             start, slope = 0.0, seconds / pages
         return max(start, 0.0), slope
 
-    def delay(self, now: float) -> float:
-        """Seconds until what was asked for before has come, as far as can be told."""
-        if not self._outstanding:
+    def delay(self, now: float, *, queued: int = 0) -> float:
+        """Seconds until what was asked for before has come, and `queued` pages that are about to be, as it seems."""
+        if not self._outstanding and not queued:
             return 0.0
         start, slope = self.line()
-        waiting = sum(pages for pages, _ in self._outstanding.values())
+        waiting = queued + sum(pages for pages, _ in self._outstanding.values())
         expected = start + waiting * self._further(slope)
+        if not self._outstanding:
+            return expected
         # Nothing has come for longer than that: whatever it hangs on may take as long again.
         silent = now - max(self._last_end, min(began for _, began in self._outstanding.values()))
         return max(expected, silent)
 
-    def arrivals(self, sizes: Sequence[int], now: float) -> Iterator[float]:
-        """Seconds from now at which each of some transfers, asked for together, will have come."""
+    def arrivals(self, sizes: Sequence[int], now: float, *, queued: int = 0) -> Iterator[float]:
+        """Seconds from now at which each of some transfers, asked for together, will have come; `queued` as above."""
         start, slope = self.line()
-        at = self.delay(now)
+        at = self.delay(now, queued=queued)
         for number, pages in enumerate(sizes):
             alone = start + pages * slope
             at += alone if not number else min(alone, pages * self._further(slope) if self._gap_pages else alone)

@@ -24,6 +24,8 @@ from hicache.runtime.meter import MEMORY, Meter, MeterStatistics
 
 EXPLORE_SECONDS: Final = 5.0
 EXPLORE_PAGES: Final = 8
+MARGIN: Final = 0.01
+"""Share of the computing time that must be gained at least: less is noise, and comes at the very end of patience."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,33 +147,38 @@ class Planner:
 
     # ---- what is decided
 
-    def plan(self, host: int, storage: int, *, coming: int = 0) -> LoadDecision:
-        """The plan for so many pages that HOST has, and STORAGE behind them, of which the first `coming` are asked for.
+    def plan(self, host: int, storage: int, *, coming: int = 0, queued: int = 0) -> LoadDecision:
+        """The plan for so many pages that HOST has, and STORAGE behind them. The prefill rate must be known.
 
-        The prefill rate must be known.
+        Args:
+            host: pages.
+            storage: pages.
+            coming: pages of `storage`, the first ones, that were asked for before, so they come in any case.
+            queued: pages of any request whose transfers from STORAGE are planned, and have not `begun`.
         """
         everything = self.compute_seconds(host + storage)
         page = self.compute_seconds(1)
-        best, pages = (inf, host + coming) if coming else (everything, 0)
-        for count, seconds in self._offers(host, storage, coming):
+        best, pages = (inf, host + coming) if coming else (everything * (1.0 - MARGIN), 0)
+        for count, seconds in self._offers(host, storage, coming, queued):
             total = seconds + (host + storage - count) * page
             if total < best:
                 best, pages = total, count
         planned_host = min(host, pages)
+        best = best if pages else everything
         return LoadDecision(host, storage, planned_host, pages - planned_host, best, everything)
 
-    def _offers(self, host: int, storage: int, coming: int) -> Iterator[tuple[int, float]]:
+    def _offers(self, host: int, storage: int, coming: int, queued: int) -> Iterator[tuple[int, float]]:
         """(pages, seconds until they are in DEVICE)."""
         load, fetch, now = self._meters[TransferKind.LOAD], self._meters[TransferKind.FETCH], self._now()
         start, slope = load.line() if load.known else (0.0, 0.0)  # that it pays is what anybody expects of HOST
         waits = load.delay(now) + start if load.known else 0.0
         count = host + coming
         if count:
-            yield count, (fetch.delay(now) if coming else 0.0) + waits + count * slope
+            yield count, (fetch.delay(now, queued=queued) if coming else 0.0) + waits + count * slope
         if coming >= storage or not fetch.known:
             return
         sizes = _cut(storage - coming, self._fetch_pages)
-        for size, seconds in zip(sizes, fetch.arrivals(sizes, now), strict=True):
+        for size, seconds in zip(sizes, fetch.arrivals(sizes, now, queued=queued), strict=True):
             count += size
             yield count, seconds + waits + count * slope
 

@@ -242,6 +242,7 @@ class LatencyStorage(WrapperBackend):
     Args:
         inner: the backend.
         per_call: seconds that every call takes.
+        per_object: seconds more for each object that is read or put.
         bytes_per_second: payload bytes a second, in each direction; None = no limit.
         sleep: how time passes; a test gives a clock's.
     """
@@ -251,24 +252,26 @@ class LatencyStorage(WrapperBackend):
         inner: StorageBackend,
         *,
         per_call: float,
+        per_object: float = 0.0,
         bytes_per_second: float | None = None,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         super().__init__(inner)
         self._per_call = per_call
+        self._per_object = per_object
         self._per_byte = 1.0 / bytes_per_second if bytes_per_second else 0.0
         self._sleep = sleep
 
     def get_into(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[ObjectResult]:
         """See `StorageBackend`. Only what is found takes the time of its bytes."""
         results = super().get_into(keys, buffers)
-        found = zip(buffers, results, strict=True)
-        self._take_time(sum(buffer.nbytes for buffer, result in found if result.status is ObjectStatus.OK))
+        found = [buffer for buffer, result in zip(buffers, results, strict=True) if result.status is ObjectStatus.OK]
+        self._take_time(sum(buffer.nbytes for buffer in found), objects=len(found))
         return results
 
     def put(self, objects: Sequence[StoredObject]) -> list[ObjectResult]:
         """See `StorageBackend`."""
-        self._take_time(sum(stored.payload.nbytes for stored in objects))
+        self._take_time(sum(stored.payload.nbytes for stored in objects), objects=len(objects))
         return super().put(objects)
 
     def contains(self, keys: Sequence[ObjectKey], *, stop_at_first_miss: bool = False) -> list[bool]:
@@ -286,8 +289,8 @@ class LatencyStorage(WrapperBackend):
         self._take_time(0)
         return super().delete(keys)
 
-    def _take_time(self, moved: int) -> None:
-        self._sleep(self._per_call + moved * self._per_byte)
+    def _take_time(self, moved: int, *, objects: int = 0) -> None:
+        self._sleep(self._per_call + objects * self._per_object + moved * self._per_byte)
 
 
 class DamageableMemory(MemoryBackend):

@@ -131,6 +131,7 @@ def test_the_plan_is_the_best_of_all() -> None:
     assert seen.planner.plan(0, 0).planned == 0
     more = seen.planner.plan(0, 10, coming=4)
     assert more.planned_storage >= 4  # what is under way is not unmade
+    assert seen.planner.plan(0, 10, coming=4, queued=4).seconds > more.seconds
 
 
 def test_a_queue_in_front_makes_it_dearer() -> None:
