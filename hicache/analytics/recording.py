@@ -9,7 +9,9 @@ from typing import Any, Final
 
 from hicache.core.recordings import first_header, is_recording, read_segments, untorn
 from hicache.core.replayer import DivergenceError, Replayer, ReplayError
+from hicache.core.residency import SLOT_BYTES
 from hicache.errors import HicacheInternalError, InvalidInput
+from hicache.memory.limits import check_memory
 
 SUFFIX: Final = ".hcr"
 _TIERS: Final = ("device", "host")
@@ -48,7 +50,7 @@ class RecordingResult:
 
 def recordings_among(paths: Sequence[Path]) -> list[Path]:
     """Those of the paths that are recordings, or folders of recordings."""
-    return [path for path in paths if (_segment_files(path) if path.is_dir() else _looks_recorded(path))]
+    return [path for path in paths if _looks_recorded(path)]
 
 
 def read_recording(paths: Sequence[Path]) -> bytes:
@@ -90,6 +92,9 @@ def repeat(data: bytes) -> RecordingResult:
     number = first = 0
     for header, entries in read_segments(data):
         if replayer is None:
+            config = header.config
+            pages = (config.device_pages or 0) + config.host_pages
+            check_memory(pages * SLOT_BYTES, f"tables for the recorded {pages} pages")
             replayer, first = Replayer(header), header.inputs
         elif (header.number, header.inputs) != (number + 1, replayer.steps):
             raise InvalidInput(f"segment {header.number} does not follow segment {number}: name all files of one cache")
@@ -135,13 +140,17 @@ def _segment_files(folder: Path) -> list[Path]:
 
 
 def _looks_recorded(path: Path) -> bool:
-    if path.suffix == SUFFIX:
-        return True
     try:
+        if path.is_dir():
+            return bool(_segment_files(path))
+        if not path.is_file():
+            return False  # a pipe would wait here for somebody to write
+        if path.suffix == SUFFIX:
+            return True
         with path.open("rb") as file:
             return is_recording(file.read(256))
     except OSError:
-        return False
+        return False  # whoever reads it as a trace says what is wrong
 
 
 def _recording_name(file: Path) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -15,6 +15,34 @@ from hicache.core.recordings import Header
 from hicache.core.tree import HiRadixTree
 from hicache.errors import HicacheInternalError, InvalidInput, OutOfSlots
 from hicache.records import PageResult
+
+_OPERATIONS: Final = frozenset(
+    [
+        "tree",
+        "lease",
+        "believe",
+        "decline",
+        "prefetch",
+        "load",
+        "allocate",
+        "commit",
+        "extend",
+        "touch",
+        "withdraw_interest",
+        "release",
+        "complete",
+        "flush",
+        "drain",
+        "clear",
+        "detach_storage",
+        "forget_storage",
+        "attach_storage",
+        "sweep",
+        "evict",
+        "check",
+    ]
+)
+"""What a recording may ask for; anything else in it is damage, or an attempt to call what is no input."""
 
 
 class DivergenceError(HicacheInternalError):
@@ -55,7 +83,8 @@ class Replayer:
         if header.state:
             try:
                 maker = checkpoint.Maker(checkpoint.decode(header.state))
-            except (msgspec.MsgspecError, LookupError, TypeError, ValueError) as error:
+                mark(maker.core)
+            except (msgspec.MsgspecError, AssertionError, LookupError, TypeError, ValueError) as error:
                 raise InvalidInput(f"the flight recording is damaged: its checkpoint cannot be read: {error}") from None
             self.core, self._trees, self._leases = maker.core, maker.trees, maker.leases
         else:
@@ -73,7 +102,7 @@ class Replayer:
         self.steps += 1
         if mark(self.core) != expected:
             raise DivergenceError(f"step {self.steps} ({operation}): the state is not the one that was recorded")
-        act: Callable[..., None] | None = getattr(self, f"_{operation}", None)
+        act: Callable[..., None] | None = getattr(self, f"_{operation}") if operation in _OPERATIONS else None
         if act is None:
             raise InvalidInput(f"step {self.steps}: unknown operation {operation!r:.40}; the recording is damaged")
         try:

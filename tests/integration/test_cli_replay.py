@@ -298,6 +298,17 @@ def test_output_that_does_not_fit_is_one_line(small_trace: Path) -> None:
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("name", ["a pipe", "a pipe named as a recording", "too long a name"])
+def test_paths_that_are_no_files_are_one_line(tmp_path: Path, name: str) -> None:
+    path = tmp_path / {"a pipe": "t.jsonl", "too long a name": "x" * 300}.get(name, "t.hcr")
+    if name != "too long a name":
+        os.mkfifo(path)
+    done = hicache("replay", path)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"hicache: {path}: ")
+    assert done.stderr.count("\n") == 1
+
+
 def slow_trace(small_trace: Path, folder: Path) -> Path:
     """Three requests, the later ones a day after the first."""
     first = small_trace.read_text().splitlines()[0]
