@@ -51,7 +51,7 @@ lint: $(STAMP)
 	$(BIN)/lint-imports --no-cache
 
 unit: $(STAMP)
-	$(PYTEST) tests/unit tests/property tests/conformance tests/packaging tests/integration
+	$(PYTEST) tests/unit tests/property tests/conformance tests/packaging tests/integration tests/chaos
 	$(BIN)/coverage report
 
 # What users install is the wheel, so it is tried in an environment of its own, without any extra.

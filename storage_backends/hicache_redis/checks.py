@@ -66,8 +66,15 @@ def look(client: Any, *, db: int, settings: bool = True) -> Facts:
         settings: whether to read its configuration too.
 
     Raises:
-        OSError, redis.RedisError: it cannot be asked.
+        OSError, redis.RedisError: it cannot be asked, or what it answers cannot be understood.
     """
+    try:
+        return _facts(client, db=db, settings=settings)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:  # redis-py parses what it is sent on trust
+        raise errors.InvalidResponse("INFO and CONFIG GET answer nonsense") from error
+
+
+def _facts(client: Any, *, db: int, settings: bool) -> Facts:
     info: dict[str, Any] = client.info()
     keyspace = info.get(f"db{db}", {})
     return Facts(
