@@ -1,4 +1,4 @@
-"""Storage in files: one root folder, for one process."""
+"""Storage in files: one root folder, for one process or several."""
 
 from .backend import FileBackend
 from .filesystem import FileSystem

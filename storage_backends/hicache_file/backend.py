@@ -1,4 +1,4 @@
-"""The file backend: objects as files below one root folder, for one process, with a hard byte limit."""
+"""The file backend: objects as files below one root folder that processes may share, with a hard byte limit."""
 
 from __future__ import annotations
 
@@ -22,40 +22,43 @@ from hicache.storage.base import (
 )
 from hicache.storage.codec import VerdictKind
 
-from .directories import Directories
-from .files import ObjectFiles
+from .files import DIRECT_FROM
 from .filesystem import FileSystem
-from .janitor import Janitor
-from .labels import Labels
-from .names import Names, Place
-from .parts import Parts
+from .keeper import Keeper
+from .ledger import LedgerBusy
+from .names import Place
+from .opening import Opened, Settings
 from .reader import Reader, failed
-from .removal import CLAIM_WAIT, Removal
-from .root import Root
-from .space import Space
+from .removal import CLAIM_WAIT
 from .writer import Refused, Writer
 
 __all__ = ["FileBackend"]
 
 _OK: Final = ObjectResult(ObjectStatus.OK)
 _TRIES: Final = 4
-_CLOSE_WAIT: Final = 30.0
+_CLOSE_WAIT: Final = 5.0
 
 
 class FileBackend(StorageBackend):
     """Objects as files. Thread-safe; calls work in the caller's thread, several at once.
 
-    The folder never holds more than `capacity` bytes of objects beyond what is being written at the moment. What was
-    used longest ago goes first, and of what was used at about the same time the deepest page. Order survives a
-    restart to one minute. Opening does not wait for the index: a thread builds it, `get_into` and `contains` look at
-    the file system meanwhile, and a put makes room from what is indexed so far or fails ("rebuilding").
+    Several processes may use one folder at once. It never holds more than `capacity` bytes of objects, those included
+    that are being written. What was used longest ago goes first, and of what was used at about the same time the
+    deepest page. Order survives a restart, and is shared between processes, to one minute. Opening does not wait for
+    the index: a thread builds it, `get_into` and `contains` look at the file system meanwhile, and a put makes room
+    from what is indexed so far or fails ("rebuilding").
 
     Bytes are not forced to the device unless `fsync` is set: after a power failure a torn file is a miss.
 
     Args:
         path: the root folder; made if absent. It must be empty or a root of hicache.
-        capacity: most bytes, or None.
+        capacity: most bytes, or None. All processes should give the same one.
         fsync: force each object to the device before it counts as stored.
+        io: "auto", "direct" or "buffered": how large objects are written.
+        janitor: "auto", "always" or "never": whether this process may be the one that sweeps and counts.
+        shared: "auto", "yes" or "no": whether other processes may use the folder at the same time. "no" keeps them
+            out, where there are locks. "auto" is "yes" where there are locks, else "no".
+        refresh: seconds between two looks at what other processes did; bounds how late a clear elsewhere is seen.
         fs: the operating system's calls.
         now: monotonic clock in seconds.
         wall: wall clock in seconds; only stamps files, never orders what this process does.
@@ -70,49 +73,47 @@ class FileBackend(StorageBackend):
         *,
         capacity: int | None = None,
         fsync: bool = False,
+        io: str = "auto",
+        janitor: str = "auto",
+        shared: str = "auto",
+        refresh: float = 1.0,
         fs: FileSystem | None = None,
         now: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
         fs = fs or FileSystem()
+        settings = Settings.of(io=io, janitor=janitor, shared=shared, refresh=refresh)
         self._closed = False
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._reasons: Counter[str] = Counter()
-        self._root = Root(fs, path, capacity=capacity)
-        unseen = 0 if self._root.created else self._root.take_usage()
-        self._space = Space(capacity=capacity, wall=wall, unseen=unseen, ready=self._root.created)
-        self._names = Names(self._root.path, self._root.fan_out)
-        self._directories = Directories(fs, self._names, self._alive)
-        self._files = ObjectFiles(fs, fsync=fsync)
-        self._removal = Removal(fs, self._names, self._space)
-        self._labels = Labels(fs, self._root, self._names, self._directories)
-        parts = Parts(
-            fs=fs,
-            root=self._root,
-            names=self._names,
-            space=self._space,
-            directories=self._directories,
-            files=self._files,
-            removal=self._removal,
-            labels=self._labels,
-            now=now,
-            wall=wall,
-        )
+        opened = Opened(fs, path, capacity=capacity, fsync=fsync, settings=settings, now=now, wall=wall)
+        parts = opened.parts
+        self._opened = opened
+        self._root = parts.root
+        self._space = parts.space
+        self._names = parts.names
+        self._directories = parts.directories
+        self._files = parts.files
+        self._removal = parts.removal
+        self._labels = parts.labels
+        self._accounts = parts.accounts
         self._reader = Reader(parts)
         self._writer = Writer(parts)
-        self._janitor = Janitor(parts)
-        self._janitor.start()
+        self._keeper = Keeper(parts, opened.election, refresh=settings.refresh)
+        self._keeper.start()
 
     @classmethod
     def from_url(cls, url: StorageUrl) -> Self:
-        """`file:///path?capacity=20GiB&fsync=1`."""
+        """`file:///path?capacity=20GiB&fsync=1&io=auto&janitor=auto&shared=auto&refresh=1`."""
         if url.host not in ("", "localhost") or not url.path.startswith("/"):
             raise ConfigError("file storage: write file:///absolute/path, with three slashes")
         capacity = url.take_size("capacity")
         fsync = url.take_flag("fsync")
+        io, janitor, shared = (url.take(name, "auto", str) for name in ("io", "janitor", "shared"))
+        refresh = url.take("refresh", 1.0, float)
         url.done()
-        return cls(url.path, capacity=capacity, fsync=fsync)
+        return cls(url.path, capacity=capacity, fsync=fsync, io=io, janitor=janitor, shared=shared, refresh=refresh)
 
     @property
     def path(self) -> str:
@@ -151,14 +152,14 @@ class FileBackend(StorageBackend):
             if stop_at_first_miss and answers and not answers[-1]:
                 answers.append(False)
             else:
-                answers.append(self._reader.exists(self._names.place(key)))
+                answers.append(self._reader.exists(key))
         return answers
 
     def touch(self, keys: Sequence[ObjectKey]) -> list[bool]:
         """See `StorageBackend`."""
         self._check_open()
         bucket = self._space.bucket()
-        return [self._reader.touch(self._names.place(key), bucket) for key in keys]
+        return [self._reader.touch(key, bucket) for key in keys]
 
     def delete(self, keys: Sequence[ObjectKey]) -> list[bool]:
         """See `StorageBackend`. What is not ours under the name stays."""
@@ -174,8 +175,8 @@ class FileBackend(StorageBackend):
         self._check_open()
         try:
             return self._labels.generation(namespace)
-        except OSError as error:
-            raise StorageUnavailable(f"{self.path}: the generation cannot be read: {error.strerror}") from error
+        except (OSError, LedgerBusy) as error:
+            raise StorageUnavailable(f"{self.path}: the generation cannot be read: {error}") from error
 
     def clear(self, namespace: bytes, generation: int) -> None:
         """See `StorageBackend`. Older objects are removed in the background.
@@ -186,9 +187,9 @@ class FileBackend(StorageBackend):
         self._check_open()
         try:
             self._labels.raise_to(namespace, generation)
-        except OSError as error:
-            raise StorageUnavailable(f"{self.path}: the generation cannot be written: {error.strerror}") from error
-        self._janitor.sweep(namespace)
+        except (OSError, LedgerBusy) as error:
+            raise StorageUnavailable(f"{self.path}: the generation cannot be written: {error}") from error
+        self._keeper.sweep(namespace)
 
     def write_manifest(self, namespace: bytes, document: bytes) -> None:
         """See `Manifests`.
@@ -211,9 +212,15 @@ class FileBackend(StorageBackend):
         return self._labels.read_manifests()
 
     def statistics(self) -> StorageStatistics:
-        """See `StorageBackend`. `bytes_used` are the files' sizes."""
-        objects, used, _ = self._space.usage()
+        """See `StorageBackend`. `bytes_used` are the sizes of the files that this process knows.
+
+        Beside the reasons of results, `by_reason` has "undeletable" (victims that could not be removed) and
+        "background" (trouble of the thread).
+        """
+        objects, used = self._space.usage()
         with self._lock:
+            trouble = {"undeletable": self._removal.undeletable, "background": self._keeper.all_errors}
+            reasons = self._reasons | {name: count for name, count in trouble.items() if count}
             return StorageStatistics(
                 objects=objects,
                 bytes_used=used,
@@ -224,26 +231,31 @@ class FileBackend(StorageBackend):
                 bytes_written=self._writer.bytes_written,
                 bytes_read=self._counts["bytes_read"],
                 evicted=self._space.evicted,
-                by_reason=dict(self._reasons),
+                by_reason=dict(reasons),
                 ready=self._space.ready,
             )
 
+    @property
+    def is_janitor(self) -> bool:
+        """Whether this process is the one that sweeps and counts, as of its last look."""
+        return self._keeper.is_janitor
+
     def wait_ready(self, timeout: float) -> bool:
         """Wait until the index is complete; False if it took longer than `timeout` seconds."""
-        return self._janitor.wait_ready(timeout)
+        return self._keeper.wait_ready(timeout)
 
     def wait_swept(self, timeout: float) -> bool:
-        """Wait until the remains of cleared generations are gone; False if it took longer."""
-        return self._janitor.wait_idle(timeout)
+        """Wait until this process has nothing to sweep or trim; False if it took longer."""
+        return self._keeper.wait_idle(timeout)
 
     def close(self) -> None:
-        """See `StorageBackend`. Notes how full the folder is, so that the next opening knows."""
+        """See `StorageBackend`. Gives back what this process might still have written."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-        self._janitor.stop(_CLOSE_WAIT)
-        self._root.leave(self._space.usage()[2] if self._space.exact else None)
+        self._keeper.stop(_CLOSE_WAIT)
+        self._opened.close()
 
     # --- one object ---------------------------------------------------------------------------------------------
 
@@ -270,7 +282,7 @@ class FileBackend(StorageBackend):
             if self._reader.is_stored(place, bucket):
                 result = _OK
             else:
-                self._space.forget(place.id)
+                self._measure_io(stored)
                 self._writer.store(stored, place, depth=depth, bucket=bucket)
                 result = _OK
         except Refused as refusal:
@@ -294,15 +306,14 @@ class FileBackend(StorageBackend):
             return False
         return self._removal.remove(place)
 
-    # --- small things -------------------------------------------------------------------------------------------
+    def _measure_io(self, stored: StoredObject) -> None:
+        """With the first object that is large enough for it to matter, find out how such are written best."""
+        io = self._opened.io
+        if not io.measured and stored.payload.nbytes >= DIRECT_FROM:
+            io.measured = True
+            self._keeper.do(lambda: self._files.choose(io.measure(stopped=lambda: self._closed)))
 
-    def _alive(self) -> bool:
-        if self._root.alive():
-            return True
-        if self._root.revive():
-            self._space.reset()
-            return True
-        return False
+    # --- small things -------------------------------------------------------------------------------------------
 
     def _check_open(self) -> None:
         if self._closed:

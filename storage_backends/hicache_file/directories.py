@@ -61,16 +61,23 @@ class Directories:
         """
         if self._is_known(place):
             return
-        if not self._alive():
-            raise StorageUnavailable(f"{self._names.root} is gone, or is no folder of hicache any more")
+        self.revive()
         self._make(self._way(place))
         self._remember(place)
 
     def make_namespace(self, path: str) -> None:
         """Make a namespace's directory; raises as `make` does."""
+        self.revive()
+        self._make([path.rpartition("/")[0], path])
+
+    def revive(self) -> None:
+        """Make the root again if it was emptied.
+
+        Raises:
+            StorageUnavailable: it is not there.
+        """
         if not self._alive():
             raise StorageUnavailable(f"{self._names.root} is gone, or is no folder of hicache any more")
-        self._make([path.rpartition("/")[0], path])
 
     def forget(self, folder: str) -> None:
         """Look again before the folder is used next."""

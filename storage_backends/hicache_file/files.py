@@ -21,7 +21,7 @@ from .filesystem import FileSystem
 __all__ = ["DIRECT_FROM", "ObjectFiles", "Seen", "file_size"]
 
 DIRECT_FROM: Final = 256 * 1024
-"""Payloads from this size on are written past the page cache: faster there, slower below (measured)."""
+"""Payloads from this size on are written past the page cache, until it is known what suits the file system."""
 
 _READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # a link is refused, and a FIFO cannot hang the open
 _CREATE: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
@@ -54,13 +54,21 @@ class ObjectFiles:
     Args:
         fs: the file system.
         fsync: wait for the device before an object gets its name.
+        direct_from: least bytes of payloads that are written past the page cache; None = none are.
+
+    Attributes:
+        direct_from: as above; may be set at any time.
     """
 
-    def __init__(self, fs: FileSystem, *, fsync: bool) -> None:
+    def __init__(self, fs: FileSystem, *, fsync: bool, direct_from: int | None) -> None:
         self._fs = fs
         self._fsync = fsync
-        self._direct = hasattr(os, "O_DIRECT")
+        self.direct_from = direct_from
         self._local = threading.local()
+
+    def choose(self, direct_from: int | None) -> None:
+        """Set from which size on payloads are written past the page cache; None = none are."""
+        self.direct_from = direct_from
 
     def open(self, path: str) -> int:
         """Open an object for reading; a link raises `OSError` (ELOOP)."""
@@ -119,7 +127,8 @@ class ObjectFiles:
         Raises:
             OSError: it cannot be made or written; `FileExistsError` if something has that name.
         """
-        direct = self._direct and payload.nbytes >= DIRECT_FROM and _is_aligned(payload)
+        least = self.direct_from
+        direct = least is not None and payload.nbytes >= least and _is_aligned(payload)
         fd, direct = self._create(path, direct=direct)
         try:
             try:
@@ -160,7 +169,7 @@ class ObjectFiles:
                 if error.errno != errno.EINVAL:
                     raise
                 # This file system has no direct I/O. Some leave the file behind when they say so.
-                self._direct = False
+                self.direct_from = None
                 self.remove_quietly(path)
         return self._fs.open(path, _CREATE), False
 
@@ -173,7 +182,7 @@ class ObjectFiles:
                 if not direct or error.errno != errno.EINVAL:
                     raise
                 # Refused only now, or a short write left the offset unaligned: go on through the page cache.
-                direct = self._direct = False
+                direct, self.direct_from = False, None
                 fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
                 continue
             if written <= 0:

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import fcntl
 import os
 from collections.abc import Sequence
+from typing import Final
 
 __all__ = ["FileSystem"]
+
+_AT_FDCWD: Final = -100
+_RENAME_NOREPLACE: Final = 1
+_renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+_LACKING: Final = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM}
 
 
 class FileSystem:
@@ -27,6 +36,10 @@ class FileSystem:
         """Write from buffers, with the GIL released."""
         return os.pwritev(fd, buffers, offset)
 
+    def pwrite(self, fd: int, content: bytes | memoryview, offset: int) -> int:
+        """Write a small thing that is no object."""
+        return os.pwrite(fd, content, offset)
+
     def fsync(self, fd: int) -> None:
         """Wait until the bytes are on the device."""
         os.fsync(fd)
@@ -34,6 +47,38 @@ class FileSystem:
     def rename(self, source: str, target: str) -> None:
         """Replace atomically."""
         os.rename(source, target)
+
+    def rename_new(self, source: str, target: str) -> None:
+        """Give a file its name if nobody has that name yet: exactly one of several that try succeeds.
+
+        Where the file system cannot do that in one step it is a second name and the end of the first. Where it has
+        no second names either, there is a look before the rename, and of two at the same moment the later one wins.
+
+        Raises:
+            FileExistsError: something has the name.
+            OSError: what `rename` raises.
+        """
+        if _renameat2 is not None:
+            flags = ctypes.c_uint(_RENAME_NOREPLACE)
+            if _renameat2(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), flags) == 0:
+                return
+            code = ctypes.get_errno()
+            if code not in _LACKING:
+                raise OSError(code, os.strerror(code), source, None, target)
+        try:
+            os.link(source, target)
+        except OSError as error:
+            if error.errno not in _LACKING:
+                raise
+            if os.path.lexists(target):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target) from None
+            os.rename(source, target)
+        else:
+            os.unlink(source)
+
+    def flock(self, fd: int, operation: int) -> None:
+        """Lock or unlock an open file."""
+        fcntl.flock(fd, operation)
 
     def link(self, source: str, target: str) -> None:
         """A second name; fails where the target exists."""

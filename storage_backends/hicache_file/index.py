@@ -120,7 +120,7 @@ class Index:
         self.bytes -= size
         return size
 
-    def victims(self, need: int, busy: Container[bytes], *, charge: int = 0) -> list[tuple[bytes, int, int]]:
+    def victims(self, need: int, busy: Container[bytes], *, charge: int = 0) -> list[tuple[bytes, int, int, int]]:
         """Take out the objects that go first, until `need` bytes are reached or nothing is left.
 
         Args:
@@ -129,9 +129,9 @@ class Index:
             charge: bytes that each object counts beyond its size.
 
         Returns:
-            (id, size, depth) of each, no longer in the index.
+            (id, size, depth, minute of its last use) of each, no longer in the index.
         """
-        taken: list[tuple[bytes, int, int]] = []
+        taken: list[tuple[bytes, int, int, int]] = []
         kept: list[bytes] = []
         freed = 0
         while freed < need and (bucket := self._oldest()) is not None:
@@ -147,10 +147,14 @@ class Index:
                 size = (self._table.pop(identity) & _MASK) * UNIT
                 self.bytes -= size
                 freed += size + charge
-                taken.append((identity, size, depth))
+                taken.append((identity, size, depth, bucket.minute))
             self._drop_if_empty(bucket)
         self._return(kept)
         return taken
+
+    def ids(self) -> list[bytes]:
+        """All ids, in no order."""
+        return list(self._table)
 
     def clear(self) -> None:
         """Forget everything."""

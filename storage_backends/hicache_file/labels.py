@@ -6,12 +6,15 @@ import contextlib
 import os
 import re
 import threading
+from collections import OrderedDict
+from collections.abc import Callable
 from typing import Final
 
 from hicache.storage.base import MAX_MANIFEST
 
 from .directories import Directories
 from .filesystem import FileSystem
+from .ledger import Ledger
 from .names import Names
 from .root import Root, replace_file
 
@@ -21,6 +24,7 @@ GENERATION: Final = "GENERATION"
 MANIFEST: Final = "MANIFEST"
 
 _NUMBER = re.compile(rb"(0|[1-9][0-9]{0,19})\n?")
+_REMEMBERED: Final = 65_536  # namespaces
 _HEX = re.compile(r"[0-9a-f]+")
 
 
@@ -28,16 +32,35 @@ class Labels:
     """Reads and writes them. Thread-safe.
 
     Args:
-        fs, root, names, directories: the backend's parts.
+        fs: the operating system's calls.
+        root: the root folder.
+        names: where namespaces lie.
+        directories: makes them.
+        ledger: keeps processes from overtaking each other.
+        refresh: seconds for which a generation that was read is believed without another look.
+        now: a monotonic clock in seconds.
     """
 
-    def __init__(self, fs: FileSystem, root: Root, names: Names, directories: Directories) -> None:
+    def __init__(
+        self,
+        fs: FileSystem,
+        root: Root,
+        names: Names,
+        directories: Directories,
+        *,
+        ledger: Ledger,
+        refresh: float,
+        now: Callable[[], float],
+    ) -> None:
         self._fs = fs
         self._root = root
         self._names = names
         self._directories = directories
-        self._lock = threading.RLock()
-        self._floors: dict[bytes, int] = {}  # of namespaces that this process cleared
+        self._ledger = ledger
+        self._refresh = refresh
+        self._now = now
+        self._lock = threading.Lock()
+        self._seen: OrderedDict[bytes, tuple[int, float]] = OrderedDict()  # generation, and until when to believe it
 
     def generation(self, namespace: bytes) -> int:
         """The current generation, from the file.
@@ -45,38 +68,71 @@ class Labels:
         A file that cannot be understood is written anew, above all that is there, so that nothing cleared comes back.
 
         Raises:
-            OSError, StorageUnavailable: it cannot be read, or not be written anew.
+            OSError, StorageUnavailable, LedgerBusy: it cannot be read, or not be written anew.
         """
-        path = self._names.namespace_path(namespace)
-        content = self._read(f"{path}/{GENERATION}", 64)
-        if content is None:
-            return 0
-        found = _NUMBER.fullmatch(content)
-        if found is not None:
-            return int(found[1])
-        with self._lock:
-            numbers = [int(e.name) for e in self._fs.scandir(path) if _NUMBER.fullmatch(os.fsencode(e.name))]
-            above = max(max(numbers, default=0), self.floor(namespace)) + 1
-            self._write(namespace, GENERATION, str(above).encode() + b"\n")
-            return above
+        found = self._look(namespace)
+        if found is None:
+            with self._ledger.books():
+                found = self._look(namespace)
+                if found is None:
+                    found = self._above_all(namespace)
+                    self._write(namespace, GENERATION, str(found).encode() + b"\n")
+        return self._note(namespace, found)
 
-    def floor(self, namespace: bytes) -> int:
-        """The lowest valid generation as far as this process has set it; costs no I/O."""
-        return self._floors.get(namespace, 0)
+    def current(self, namespace: bytes) -> int:
+        """The lowest valid generation, at most `refresh` seconds old. Costs I/O only when that time is over.
+
+        What cannot be read counts as unchanged.
+        """
+        seen = self._seen.get(namespace)  # one look at a dict needs no lock
+        if seen is not None and self._now() < seen[1]:
+            return seen[0]
+        try:
+            found = self._look(namespace)
+        except OSError:
+            found = None
+        return self._note(namespace, found or 0)
 
     def raise_to(self, namespace: bytes, generation: int) -> int:
         """Raise the generation durably; it never goes down. Returns what it is now.
 
         Raises:
-            OSError, StorageUnavailable: it could not be written; then nothing has changed.
+            OSError, StorageUnavailable, LedgerBusy: it could not be written; then nothing has changed.
         """
-        with self._lock:  # rare, and two raises must not overtake each other
-            current = self.generation(namespace)
-            if generation > current:
-                self._write(namespace, GENERATION, str(generation).encode() + b"\n")
-                current = generation
-            self._floors[namespace] = current
-            return current
+        with self._ledger.books() as books:  # two raises must not overtake each other
+            found = self._look(namespace)
+            current = max(generation, self._above_all(namespace) if found is None else found)
+            if current != found:
+                self._write(namespace, GENERATION, str(current).encode() + b"\n")
+                books.cleared[namespace.hex()] = current
+        return self._note(namespace, current)
+
+    def forget(self) -> None:
+        """The folder is a new one: what was read is believed no longer than it must be for what was cleared here."""
+        with self._lock:
+            self._seen = OrderedDict((namespace, (number, 0.0)) for namespace, (number, _) in self._seen.items())
+
+    def _note(self, namespace: bytes, found: int) -> int:
+        with self._lock:
+            number = max(found, self._seen.get(namespace, (0, 0.0))[0])
+            self._seen[namespace] = (number, self._now() + self._refresh)
+            self._seen.move_to_end(namespace)
+            if len(self._seen) > _REMEMBERED:
+                self._seen.popitem(last=False)
+        return number
+
+    def _look(self, namespace: bytes) -> int | None:
+        """The number in the file, 0 where there is no file, None where it cannot be understood."""
+        content = self._read(f"{self._names.namespace_path(namespace)}/{GENERATION}", 64)
+        if content is None:
+            return 0
+        found = _NUMBER.fullmatch(content)
+        return None if found is None else int(found[1])
+
+    def _above_all(self, namespace: bytes) -> int:
+        path = self._names.namespace_path(namespace)
+        numbers = [int(e.name) for e in self._fs.scandir(path) if _NUMBER.fullmatch(os.fsencode(e.name))]
+        return max(max(numbers, default=0), self._seen.get(namespace, (0, 0.0))[0]) + 1
 
     def write_manifest(self, namespace: bytes, document: bytes) -> None:
         """Store the document.

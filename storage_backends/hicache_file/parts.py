@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from .accounts import Accounts
 from .directories import Directories
 from .files import ObjectFiles
 from .filesystem import FileSystem
@@ -25,7 +26,8 @@ class Parts:
         fs: the operating system's calls.
         root: the root folder.
         names: where objects lie.
-        space: index, claims and byte accounts.
+        space: index, claims and byte accounts of this process.
+        accounts: its part in the ledger that all processes share.
         directories: makes and checks directories.
         files: reads and writes object files.
         removal: takes objects away.
@@ -38,6 +40,7 @@ class Parts:
     root: Root
     names: Names
     space: Space
+    accounts: Accounts
     directories: Directories
     files: ObjectFiles
     removal: Removal

@@ -34,10 +34,13 @@ class Reader:
         self._directories = parts.directories
         self._files = parts.files
         self._removal = parts.removal
+        self._floor = parts.labels.current
         self._wall = parts.wall
 
     def get(self, key: ObjectKey, buffer: memoryview, bucket: int) -> ObjectResult:
         """Read one object into a buffer of its payload's length."""
+        if key.generation < self._floor(key.namespace):
+            return ObjectResult(ObjectStatus.MISSING, "cleared")
         place = self._names.place(key)
         try:
             if self._directories.check(place):
@@ -97,8 +100,11 @@ class Reader:
             self._stamp(place.path)
         return True
 
-    def exists(self, place: Place) -> bool:
-        """Whether a file lies there, whatever is in it."""
+    def exists(self, key: ObjectKey) -> bool:
+        """Whether a file lies there, whatever is in it, and its generation has not ended."""
+        if key.generation < self._floor(key.namespace):
+            return False
+        place = self._names.place(key)
         try:
             if not self._directories.check(place):
                 return False
@@ -107,10 +113,11 @@ class Reader:
             return False
         return stat.S_ISREG(info.st_mode) and info.st_size > 0
 
-    def touch(self, place: Place, bucket: int) -> bool:
+    def touch(self, key: ObjectKey, bucket: int) -> bool:
         """Mark as used now; False where there is none."""
-        if not self.exists(place):
+        if not self.exists(key):
             return False
+        place = self._names.place(key)
         if self._space.use(place.id, bucket) is not False:
             self._stamp(place.path)
         return True

@@ -1,7 +1,9 @@
 """The root folder: whose it is, who writes in it, and how full it was left.
 
 HICACHE-ROOT             JSON marker with the format version and the fan-out; only a folder that has it is used
-HICACHE-USAGE            JSON, left by a clean close and taken at open: bytes and objects
+HICACHE-LEDGER           the byte account that all processes share
+HICACHE-JANITOR          locked by the process that sweeps; HICACHE-JANITOR-ALWAYS by one that was told to
+HICACHE-IO               JSON, what was measured of the file system
 writers/{token}.lock     locked by its process for as long as that lives; its temporary files carry the token
 {00..ff}/{namespace}/    objects, and the files GENERATION and MANIFEST
 """
@@ -16,23 +18,25 @@ import math
 import os
 import re
 import secrets
+import time
 from typing import Final
 
 from hicache.errors import ConfigError
 
 from .filesystem import FileSystem
+from .locks import LockFile
 from .names import TEMP_SUFFIX, temp_writer
 
 __all__ = ["MARKER", "Root", "replace_file"]
 
 MARKER: Final = "HICACHE-ROOT"
-USAGE: Final = "HICACHE-USAGE"
 WRITERS: Final = "writers"
 FORMAT: Final = 1
 
 _TOKEN_LOCK = re.compile(r"[0-9a-f]{16}\.lock")
 _TYPICAL_OBJECT: Final = 64 * 1024
 _PER_LEAF: Final = 128
+_MOMENT: Final = 0.001
 
 
 def replace_file(fs: FileSystem, path: str, content: bytes, *, temp: str) -> None:
@@ -44,7 +48,7 @@ def replace_file(fs: FileSystem, path: str, content: bytes, *, temp: str) -> Non
     fd = fs.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW)
     try:
         try:
-            fs.pwritev(fd, [content], 0)
+            fs.pwrite(fd, content, 0)
             fs.fsync(fd)
         finally:
             fs.close(fd)
@@ -76,6 +80,7 @@ class Root:
         fan_out: directories per level.
         token: 16 hex digits that name this writer.
         created: whether it was made by this call.
+        alone: whether no other process uses it, by agreement.
     """
 
     def __init__(self, fs: FileSystem, path: str, *, capacity: int | None) -> None:
@@ -83,7 +88,8 @@ class Root:
         self.token: Final = secrets.token_hex(8)
         self.path: Final = os.path.realpath(path)
         self.created = False
-        self._lock_fd = -1
+        self.alone = False
+        self._lock: LockFile | None = None
         self._temps = itertools.count()
         try:
             os.makedirs(self.path, mode=0o700, exist_ok=True)
@@ -122,33 +128,18 @@ class Root:
             return False
         return True
 
-    def take_usage(self) -> int | None:
-        """Bytes that a clean close left, counted once; None = unknown."""
-        path = f"{self.path}/{USAGE}"
-        try:
-            document = json.loads(self._read(path))
-            used = document["bytes"]
-            self._fs.unlink(path)
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            return None
-        return used if type(used) is int and used >= 0 else None
-
-    def leave(self, used: int | None) -> None:
-        """End: note how full the folder is, if that is known, and that this writer is gone. Idempotent."""
-        with contextlib.suppress(OSError):
-            if used is not None and self.alive():
-                content = json.dumps({"bytes": used}).encode()
-                replace_file(self._fs, f"{self.path}/{USAGE}", content, temp=self.temp_path(self.path))
-        if self._lock_fd >= 0:
+    def leave(self) -> None:
+        """End: this writer is gone. Idempotent."""
+        if self._lock is not None:
             with contextlib.suppress(OSError):
                 self._fs.unlink(self._lock_path(self.token))
-            os.close(self._lock_fd)
-            self._lock_fd = -1
+            self._lock.close()
+            self._lock = None
 
     def is_living(self, token: str) -> bool:
-        """Whether a writer may still be at work. Where locks do not work, everyone may."""
-        if token == self.token:
-            return True
+        """Whether a writer may still be at work. Where locks do not work, everyone may, unless we are alone."""
+        if token == self.token or self.alone:
+            return token == self.token
         try:
             fd = self._fs.open(self._lock_path(token), os.O_RDWR | os.O_NOFOLLOW)
         except FileNotFoundError:
@@ -156,12 +147,17 @@ class Root:
         except OSError:
             return True
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._fs.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             return True
         finally:
-            os.close(fd)
+            self._fs.close(fd)
         return False
+
+    def is_orphan(self, name: str) -> bool:
+        """Whether a name is that of a temporary file whose writer is gone."""
+        token = temp_writer(name)
+        return token is not None and not self.is_living(token)
 
     def dead_writers(self) -> list[str]:
         """Tokens whose processes ended without leaving."""
@@ -228,19 +224,12 @@ class Root:
     def _announce(self) -> None:
         with contextlib.suppress(FileExistsError):
             self._fs.mkdir(f"{self.path}/{WRITERS}")
-        if self._lock_fd >= 0:
-            os.close(self._lock_fd)
-        while True:
-            self._lock_fd = self._fs.open(self._lock_path(self.token), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(self._lock_fd, fcntl.LOCK_EX)
-            except OSError:
-                return  # no locks here: then nobody's temporary files are swept
-            # Between making and locking it another process may have taken it for a dead writer's and removed it.
-            with contextlib.suppress(FileNotFoundError):
-                if self._fs.fstat(self._lock_fd).st_ino == self._fs.lstat(self._lock_path(self.token)).st_ino:
-                    return
-            os.close(self._lock_fd)
+        if self._lock is not None:
+            self._lock.close()
+        self._lock = LockFile(self._fs, self._lock_path(self.token))
+        with contextlib.suppress(OSError):  # no locks here: then nobody's temporary files are swept
+            while not self._lock.try_lock():
+                time.sleep(_MOMENT)  # somebody is looking whether its owner is still there
 
     def _lock_path(self, token: str) -> str:
         return f"{self.path}/{WRITERS}/{token}.lock"

@@ -52,7 +52,7 @@ class BackendMachine(RuleBasedStateMachine):
     def put(self, numbers: list[int]) -> None:
         objects = [self.stored(number) for number in numbers]
         results = self.backend.put(objects)
-        assert [result.status for result in results] == [OK] * len(objects)
+        assert [(result.status, result.reason) for result in results] == [(OK, "")] * len(objects)
         self.model.update((stored.key, bytes(stored.payload)) for stored in objects)
 
     @rule(numbers=BATCHES)
@@ -149,7 +149,7 @@ class FileMachine(BackendMachine):
         assert self.files.wait_swept(60)
         self.files.close()
         if not clean:
-            (self.files.path / Path("HICACHE-USAGE")).unlink()
+            (self.files.path / Path("HICACHE-LEDGER")).unlink()
         self.backend = self.open()
 
     @rule(number=NUMBERS, data=st.data())

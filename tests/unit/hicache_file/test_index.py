@@ -45,12 +45,12 @@ def test_against_a_model(steps: list[tuple[str, bytes, int, int]]) -> None:
         else:
             busy = {identity}
             taken = index.victims(units * UNIT, busy)
-            for gone, size, at in taken:
+            for gone, size, at, _ in taken:
                 bucket_of, depth_of, units_of = model.pop(gone)
                 assert (at, size) == (depth_of, units_of * UNIT)
                 for other, (b, d, _) in model.items():
                     assert other in busy or (b, -d) >= (bucket_of, -depth_of), "somebody else was due"
-            freed = sum(size for _, size, _ in taken)
+            freed = sum(size for _, size, _, _ in taken)
             assert freed >= units * UNIT or not set(model) - busy
             assert not taken or freed - taken[-1][1] < units * UNIT, "one too many"
             if identity in model and not set(model) - busy:

@@ -162,14 +162,14 @@ def test_a_closed_backend_says_so(open_root: Open) -> None:
     assert backend.statistics().objects == 0
 
 
-def test_a_clean_close_leaves_no_writer_and_notes_the_usage(open_root: Open, root: Path) -> None:
+def test_a_clean_close_leaves_no_writer_and_says_how_much_is_used(open_root: Open, root: Path) -> None:
     backend = open_root()
     backend.put(make_chain(3, SIZE))
     backend.close()
     assert list((root / "writers").iterdir()) == []
-    assert json.loads((root / "HICACHE-USAGE").read_text())["bytes"] == 3 * (4096 + SIZE + 256)
-    open_root()
-    assert not (root / "HICACHE-USAGE").exists()
+    content = (root / "HICACHE-LEDGER").read_bytes()
+    books = json.loads(content[18 : 18 + int(content[:8], 16)])
+    assert (books["used"], books["writers"], books["doubt"]) == (3 * (4096 + SIZE + 256), {}, False)
 
 
 def test_temporary_files_of_the_dead_are_swept_and_of_the_living_kept(open_root: Open, root: Path) -> None:
@@ -187,7 +187,7 @@ def test_temporary_files_of_the_dead_are_swept_and_of_the_living_kept(open_root:
     left = sorted(path.name for path in root.rglob("*.hicache-tmp"))
     assert left == [f"{living.token}-1.hicache-tmp"] * 3 + ["other.hicache-tmp"]
     assert not (root / "writers" / "00000000deadbeef.lock").exists()
-    living.leave(None)
+    living.leave()
 
 
 def test_two_on_one_root_do_not_spoil_each_other(open_root: Open) -> None:
