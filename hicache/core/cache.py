@@ -207,8 +207,8 @@ class Core:
         """
         if lease.closed:
             raise InvalidInput("commit: the request is closed")
-        start = 0 if lease.start is None else lease.start
-        first = lease.committed if lease.start is not None else 0
+        # Without an allocation there is only what came from the cache, which is committed already.
+        start, first = (lease.device,) * 2 if lease.start is None else (lease.start, lease.committed)
         if upto > min(start + len(lease.own), lease.prompt.pages):
             raise InvalidInput(
                 f"commit: page {upto} is behind the last one that can be committed: {len(lease.own)} slots were "

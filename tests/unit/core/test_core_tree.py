@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hicache.core.config import EdgePolicy
+from hicache.errors import InvalidInput
 from hicache.testing.core import Stage
 
 
@@ -156,3 +157,15 @@ def test_hashes_are_computed_once_and_kept_through_splits():
     stage.core.release(stage.lease("ABX"))
     path = tree.walk(stage.prompt("ABCD"))
     assert [h for node, pages in path for h in tree.hashes(node, 0, pages)] == whole
+
+
+@pytest.mark.case("PAGE-1")
+def test_a_prompt_that_came_whole_from_the_cache_can_be_committed_without_slots():
+    stage = Stage()
+    stage.commit("ABCD")
+    lease = stage.lease("ABCD")
+    assert stage.core.commit(lease, 4, ready=True) is None
+    with pytest.raises(InvalidInput, match="page 5"):
+        stage.core.commit(lease, 5, ready=True)
+    stage.core.release(lease)
+    stage.at_rest()
