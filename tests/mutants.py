@@ -18,6 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 CORE = ("tests/unit/core", "tests/property/test_core_machine.py")
+RUNTIME = ("tests/property/test_cache_machine.py",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,10 @@ class Mutant:
 
 def core(name: str, file: str, old: str, new: str) -> Mutant:
     return Mutant(name, f"hicache/core/{file}", old, new)
+
+
+def runtime(name: str, file: str, old: str, new: str) -> Mutant:
+    return Mutant(name, f"hicache/runtime/{file}", old, new, RUNTIME)
 
 
 MUTANTS = (
@@ -213,6 +218,111 @@ MUTANTS = (
     ),
 )
 
+RUNTIME_MUTANTS = (
+    runtime(
+        "what was read is not compared with the tokens asked for",
+        "objects.py",
+        "            and header.tokens == page.symbol[: self._token_bytes]\n",
+        "",
+    ),
+    runtime(
+        "a put that failed counts as stored",
+        "objects.py",
+        "return [result.status is ObjectStatus.OK for result in",
+        "return [True for _ in",
+    ),
+    runtime(
+        "only the last shard of a page is put",
+        "objects.py",
+        "            objects.append(StoredObject(key, header, payload))\n        return objects\n",
+        "            objects.append(StoredObject(key, header, payload))\n        return objects[-1:]\n",
+    ),
+    runtime(
+        "a page that was read is as good as its first shard",
+        "objects.py",
+        "answers[at : at + len(parts)])",
+        "answers[at : at + 1])",
+    ),
+    runtime(
+        "a shard whose read failed does not matter",
+        "objects.py",
+        "                result = PageResult.FAILED\n",
+        "                continue\n",
+    ),
+    runtime(
+        "keys of objects leave the generation out",
+        "objects.py",
+        "return ObjectKey(tree.namespace, tree.generation, page.hash, part.shard)",
+        "return ObjectKey(tree.namespace, 0, page.hash, part.shard)",
+    ),
+    runtime(
+        "an event that breaks publishes all the same",
+        "executor.py",
+        "[PageResult.OK if passed else PageResult.FAILED] * count",
+        "[PageResult.OK] * count",
+    ),
+    runtime(
+        "a copier that answers for another number of pages has answered well",
+        "executor.py",
+        "            results = [PageResult.FAILED] * transfer.count\n",
+        "            results = [PageResult.OK] * transfer.count\n",
+    ),
+    runtime(
+        "what a copier says of single pages is ignored",
+        "executor.py",
+        "        results = list(results)\n",
+        "        results = [min(results)] * len(results)\n",
+    ),
+    runtime(
+        "a transfer that a full queue turns away never ends",
+        "executor.py",
+        "        if shed:\n",
+        "        if shed == 'error':\n",
+    ),
+    runtime(
+        "a commit does not wait for its event",
+        "request.py",
+        "passed = ready is None or ready is READY or ready.query()",
+        "passed = True",
+    ),
+    runtime(
+        "all of a prompt may come from the cache although logits are wanted",
+        "request.py",
+        "    return max(tokens - 1, 0) // page_size\n",
+        "    return tokens // page_size\n",
+    ),
+    runtime(
+        "what came too late is not withdrawn",
+        "loading.py",
+        "        if lease.waiting and not explores:\n",
+        "        if False:\n",
+    ),
+    runtime(
+        "a request waits longer than its deadline",
+        "loading.py",
+        "end = limit if deadline is None else min(started + deadline, limit)",
+        "end = limit",
+    ),
+    runtime(
+        "a request is counted twice",
+        "cache.py",
+        "        self._ledger.add(counts, tokens=tokens)\n",
+        "        self._ledger.add(counts, tokens=tokens)\n        self._ledger.add(counts, tokens=tokens)\n",
+    ),
+    runtime(
+        "a request that nobody closed keeps its pins",
+        "cache.py",
+        "        if not lease.closed:\n            self._ledger.dropped += 1\n",
+        "        if False:\n            self._ledger.dropped += 1\n",
+    ),
+    runtime(
+        "storage is not told of a clear",
+        "clearing.py",
+        "        port.clear(scope.namespace.digest, generation)\n",
+        "",
+    ),
+)
+
 
 def caught(mutant: Mutant) -> bool:
     """Whether the tests fail with the bug in.
@@ -244,7 +354,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="parts of the names of the mutants to try; default all")
     names = parser.parse_args().names
-    chosen = [m for m in MUTANTS if not names or any(name in m.name for name in names)]
+    chosen = [m for m in (*MUTANTS, *RUNTIME_MUTANTS) if not names or any(name in m.name for name in names)]
     missed = 0
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for mutant, found in zip(chosen, pool.map(caught, chosen), strict=True):
