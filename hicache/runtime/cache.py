@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Iterable
+from math import inf
 from types import TracebackType
 
 from hicache.core.identity import Adapter
@@ -60,6 +61,8 @@ class EmbeddedCache(Upkeep):
         self._loader = parts.loader
         self._now = parts.clock.now
         self._stores = parts.storage is not None
+        touch_seconds = parts.core.config.touch_seconds
+        self._touch_seconds = inf if touch_seconds is None else touch_seconds
         self._hashes = self._stores or parts.flight is not None  # recordings have hashes, no tokens
         self._extras = parts.options.extras
         self._width = parts.width
@@ -234,6 +237,16 @@ class EmbeddedCache(Upkeep):
     def bypasses(self, lease: Lease) -> bool:
         """Whether the lease's request goes past the cache."""
         return lease.tree is self._bypass_tree
+
+    def touch(self, lease: Lease, last: float) -> float:
+        """Tell storage that a request's pages are in use, if the last time is so long ago. The lock is held.
+
+        Closing does that too, so this is for requests that live long. Returns the last time.
+        """
+        if self._stores and (now := self._now()) - last >= self._touch_seconds:
+            self._core.touch(lease, now)
+            return now
+        return last
 
     def release(self, lease: Lease, *, aborted: bool) -> RequestCounts:
         """End a lease: free all it holds, and count it once."""

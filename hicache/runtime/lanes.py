@@ -81,7 +81,7 @@ class Lane:
     def look(self) -> float | None:
         """Give up threads whose call hangs. Returns seconds until that could be so for the next, None when idle."""
         now = self._now()
-        soonest = self._call_timeout if self.queue.busy else None
+        soonest: float | None = None
         at_work = self._workers.at_work()
         if self._unreplaced:
             with self._lock:
@@ -97,7 +97,7 @@ class Lane:
                 self._hangs(thread, job, now)
         if self._stopped and self._hung < self._most_hung:
             self._go_on("calls have come back")
-        return soonest
+        return self._call_timeout if soonest is None and self.queue.busy else soonest
 
     def drop(self) -> None:
         """Fail what nobody has begun."""
@@ -133,19 +133,22 @@ class Lane:
         return self._workers.given_up + len(self._unreplaced)
 
     def _hangs(self, thread: threading.Thread, job: Job, now: float) -> None:
+        replace_it = False
         with self._lock:
             if self._stopped or self._hung >= self._most_hung:
                 self._unreplaced.add(job)  # at most as many as there are threads
             elif self._workers.give_up(thread, job):
-                self._workers.add()
+                replace_it = True
                 self._replaced += 1
-                _log.warning("a storage %s takes %.1f seconds: its thread was replaced", self.name, self._call_timeout)
             else:
                 return
             self._abandoned += 1
             stops = self._hung >= self._most_hung
+        _log.warning("a storage %s takes more than %.1f seconds", self.name, self._call_timeout)
         if stops:
             self._stop(now)
+        if replace_it:
+            self._workers.add()  # after the stop has emptied the queue: it is there for probes then
 
     # ---- stopped
 

@@ -109,7 +109,7 @@ class PageObjects:
             try:
                 there = self._backend.touch(keys)
             except Exception as error:  # says nothing about any page
-                _log.warning("%d pages could not be touched: %r", transfer.count - first, error)
+                _log.debug("%d pages could not be touched: %r", transfer.count - first, error)
                 break
             for i in range(len(pages)):
                 whole = all(there[i * len(shards) : (i + 1) * len(shards)])

@@ -63,6 +63,7 @@ class Request:
         "_started",
         "_tail",
         "_tokens",
+        "_touched",
     )
 
     def __init__(
@@ -83,7 +84,7 @@ class Request:
         self._tail = tail
         self._spans = spans
         self._prefetch = prefetch
-        self._started = started
+        self._started = self._touched = started
         self._deadline = deadline
         self._closed = False
         self._counts: RequestCounts | None = None
@@ -209,6 +210,7 @@ class Request:
             if transfer is not None:
                 assert ready is not None
                 cache.parts.executor.written(transfer, ready)
+            self._touched = cache.touch(lease, self._touched)
             reducer.flush()
 
     def extend(self, tokens: Tokens, *, extras: Iterable[Span] = ()) -> None:

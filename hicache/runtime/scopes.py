@@ -10,6 +10,7 @@ process goes on with what it knows, since its own tiers must not stop because of
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from math import inf
 from typing import Final
@@ -21,6 +22,8 @@ from hicache.core.tree import HiRadixTree
 from hicache.runtime.port import StoragePort
 from hicache.runtime.reducer import Reducer
 from hicache.runtime.storage_io import StorageIO
+
+_log = logging.getLogger("hicache.runtime")
 
 PATIENCE: Final = 0.02
 """Seconds that a request waits at most for a generation to be confirmed, if storage is not known to be slow."""
@@ -34,13 +37,14 @@ class Scope:
         hasher: its page hasher.
         tree: its live tree; None until the generation is known. Replaced by `clear`, under the reducer's lock.
         asking: whether storage is being asked for the generation.
+        failing: the last question was answered by an error.
         slow: storage did not answer in time once; nobody waits for it again, until it has answered.
         asked: when storage was asked last, of what it has answered; None: never.
         ask_at: when the generation is to be asked for again.
         current_until: until when it counts as known.
     """
 
-    __slots__ = ("ask_at", "asking", "current_until", "hasher", "namespace", "slow", "tree")
+    __slots__ = ("ask_at", "asking", "current_until", "failing", "hasher", "namespace", "slow", "tree")
 
     def __init__(self, namespace: DerivedNamespace) -> None:
         self.namespace = namespace
@@ -48,6 +52,7 @@ class Scope:
         self.tree: HiRadixTree | None = None
         self.asking = False
         self.slow = False
+        self.failing = False
         self.ask_at = self.current_until = inf
 
 
@@ -211,7 +216,15 @@ class Scopes:
 
         def ask() -> None:
             asked = self._now()
-            post(self._answered, scope, port.generation(scope.namespace.digest), asked, attachment)
+            try:
+                generation = port.generation(scope.namespace.digest)
+            except Exception as error:  # asked again soon; said once, as that may go on for long
+                _log.log(logging.DEBUG if scope.failing else logging.WARNING, "no generation can be had: %r", error)
+                scope.failing = True
+                post(self._unresolved, scope)
+                return
+            scope.failing = False
+            post(self._answered, scope, generation, asked, attachment)
 
         return storage.call(ask, fail=lambda: post(self._unresolved, scope))
 

@@ -30,6 +30,7 @@ __all__ = [
     "drop_ack",
     "fail",
     "interpose",
+    "refuse",
     "resize",
     "stop_at",
 ]
@@ -110,6 +111,15 @@ def answer(value: object) -> Fault:
     def fault(call: Call) -> Any:
         del call
         return value
+
+    return fault
+
+
+def refuse(reason: str, status: ObjectStatus = ObjectStatus.FAILED) -> Fault:
+    """Nothing is done; every key of a `get_into` or `put` ends so."""
+
+    def fault(call: Call) -> Any:
+        return [ObjectResult(status, reason)] * len(call.keys)
 
     return fault
 
