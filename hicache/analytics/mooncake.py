@@ -6,11 +6,11 @@ Read line by line, so that a trace of any length needs the memory of one line.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
 
+from hicache.analytics.sources import Source
 from hicache.analytics.trace import (
     MAX_LINE,
     BlockIds,
@@ -19,6 +19,7 @@ from hicache.analytics.trace import (
     Seconds,
     TraceRequest,
     bad_entry,
+    in_words,
     pack_ids,
 )
 from hicache.errors import TraceError
@@ -41,7 +42,7 @@ class MooncakeReader:
         bytes_read: how far it has come.
     """
 
-    def __init__(self, path: Path, *, skip_bad: bool = False, interner: Interner | None = None) -> None:
+    def __init__(self, path: Source, *, skip_bad: bool = False, interner: Interner | None = None) -> None:
         self.path = path
         self.skipped = 0
         self.bytes_read = 0
@@ -85,7 +86,7 @@ class MooncakeReader:
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
             if not line.strip():
                 return None
-            raise TraceError(str(error)) from None
+            raise TraceError(in_words(error)) from None
         started = -(-entry.input_length // UNIT)
         if len(entry.hash_ids) != started:
             have = f"{len(entry.hash_ids)} hash_ids"

@@ -65,6 +65,11 @@ class Pace:
         return not self._stop.is_set()
 
     @property
+    def seen(self) -> int:
+        """Requests so far."""
+        return self._seen
+
+    @property
     def stopped(self) -> bool:
         """Whether somebody asked to stop."""
         return self._stop.is_set()

@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from hicache.analytics.content import PageContent
+from hicache.analytics.prefill import PrefillModel
 from hicache.analytics.prompts import IdPages, Prompt, TokenPages, Tokens
 from hicache.analytics.result import ReplayResult, rate
 from hicache.analytics.trace import TraceRequest
 from hicache.core.reasons import RequestCounts
-from hicache.core.residency import Slots
+from hicache.core.residency import NO_SLOTS, Slots
 from hicache.errors import HicacheInternalError, OutOfSlots
 from hicache.memory.base import DevicePool
 from hicache.memory.writer import READY
@@ -36,6 +37,7 @@ class Replay:
         prompts: IdPages | TokenPages,
         content: PageContent | None = None,
         pages: DevicePool | None = None,
+        prefill: PrefillModel | None = None,
     ) -> None:
         """Prepare.
 
@@ -44,16 +46,19 @@ class Replay:
             prompts: makes prompts of traced requests.
             content: makes and checks bytes; None where pages hold none.
             pages: where bytes are read and written; needed with `content`.
+            prefill: adds up what requests would cost an engine.
         """
         self._ask = ask
         self._prompts = prompts
         self._content = content
         self._pages = pages
+        self._prefill = prefill
         # Pages with bytes hold slots while they are copied; an engine would wait for them as well. Without bytes
         # nothing is ever under way.
         self._patience = None if content is None else ALLOCATE_SECONDS
         self._missed = dict.fromkeys(MissReason, 0)
         self._requests = self._refused = 0
+        self._need = self._have = 0  # slots that the largest refused request needs, and slots that there are
         self._asked = self._device = self._host = self._storage = 0
         self._tokens_asked = self._tokens_hit = 0
         self._rates = 0.0  # sum of the requests' own page rates
@@ -89,6 +94,8 @@ class Replay:
         prompt = self._prompts.prompt(traced)
         tokens = prompt.tokens
         request = self._ask(tokens)
+        loaded: Slots = NO_SLOTS
+        refused = False
         try:
             loaded = request.load()
             states = self._verify(loaded, tokens, traced) if self._content is not None else ()
@@ -96,11 +103,16 @@ class Replay:
             if states:
                 self._write(fresh, states[len(loaded) :])
             request.commit(upto=len(tokens), ready=READY)
-        except OutOfSlots:
+        except OutOfSlots as error:
+            refused = True
             self._refused += 1
+            self._need = max(self._need, len(loaded) + error.asked)
+            self._have = error.capacity
         finally:
             counts = request.close()
-        self._count(traced, prompt, counts)
+        if self._prefill is not None:
+            self._prefill.add(prompt, traced.input_tokens, request)
+        self._count(traced, prompt, counts, refused=refused)
 
     def _verify(self, loaded: Slots, tokens: Tokens, traced: TraceRequest) -> list[bytes]:
         """Compare all loaded pages; return the states of all pages of the prompt."""
@@ -121,7 +133,7 @@ class Replay:
         for slot, state in zip(fresh.tolist(), states, strict=True):
             self._pages.write_page(slot, self._content.make(state))
 
-    def _count(self, traced: TraceRequest, prompt: Prompt, counts: RequestCounts) -> None:
+    def _count(self, traced: TraceRequest, prompt: Prompt, counts: RequestCounts, *, refused: bool) -> None:
         hits = counts.device + counts.host + counts.storage
         self._requests += 1
         self._asked += counts.asked
@@ -129,12 +141,24 @@ class Replay:
         self._host += counts.host
         self._storage += counts.storage
         for reason, pages in counts.missed.items():
-            self._missed[reason] += pages
+            # Whether a refused request's pages were known or not: there was no room for them.
+            self._missed[MissReason.OVER_BUDGET if refused else reason] += pages
         self._tokens_asked += traced.input_tokens
         self._tokens_hit += prompt.covered(hits)
         if counts.asked:
             self._rates += hits / counts.asked
             self._rated += 1
+
+    def _warnings(self) -> list[str]:
+        if not self._refused:
+            return []
+        where = f"--device {self._have}: {self._refused:,} of {self._requests:,} requests refused"
+        if self._need > self._have:
+            return [
+                f"{where}, as one prompt needs up to {self._need} pages at once; they are missed as over_budget: "
+                f"give at least {self._need}"
+            ]
+        return [f"{where}, as copies held too many pages for too long; they are missed as over_budget: give more"]
 
     def result(self, **more: Any) -> ReplayResult:
         """The counts so far; `more` are fields of the result that the cache or the caller knows."""
@@ -161,7 +185,9 @@ class Replay:
             pages_verified=self._verified,
             pages_wrong=self._wrong,
             requests_refused=self._refused,
+            prefill=None if self._prefill is None else self._prefill.times(),
             requests_per_second=rate(self._requests, self._seconds),
             problems=tuple(problems),
+            warnings=(*self._warnings(), *more.pop("warnings", ())),
             **more,
         )

@@ -7,10 +7,10 @@ scope. Requests of subagents nest; they are put among the others by time.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import msgspec
 
+from hicache.analytics.sources import Source
 from hicache.analytics.trace import (
     MAX_DOCUMENT,
     BlockIds,
@@ -19,6 +19,7 @@ from hicache.analytics.trace import (
     Seconds,
     TraceRequest,
     bad_entry,
+    in_words,
     pack_ids,
 )
 from hicache.errors import TraceError
@@ -54,7 +55,7 @@ class SessionReader:
         bytes_read: how far it has come, estimated.
     """
 
-    def __init__(self, path: Path, *, skip_bad: bool = False, interner: Interner | None = None) -> None:
+    def __init__(self, path: Source, *, skip_bad: bool = False, interner: Interner | None = None) -> None:
         self.path = path
         self.skipped = 0
         self.bytes_read = 0
@@ -92,7 +93,7 @@ class SessionReader:
         try:
             document = msgspec.json.decode(self.path.read_bytes(), type=_Document)
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-            raise TraceError(f"{self.path}: {error}; this is no whole kv-cache-tester document") from None
+            raise TraceError(f"{self.path}: {in_words(error)}; this is no whole kv-cache-tester document") from None
         if document.block_size == 0:
             raise TraceError(
                 f"{self.path}: block_size is 0; it is the tokens that an id stands for, 64 in public traces"
@@ -131,7 +132,7 @@ class SessionReader:
                 return entry.requests or []
             request = self._request(raw)
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-            raise TraceError(str(error)) from None
+            raise TraceError(in_words(error)) from None
         # public sessions leave the last, partial block without an id; a writer that gives it one is right as well
         whole = request.input // self._unit
         if len(request.hash_ids) not in (whole, -(-request.input // self._unit)):

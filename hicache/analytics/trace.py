@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from array import array
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from hicache.analytics.sources import Source
 from hicache.errors import TraceError
 
 MAX_LINE = 64 * 2**20  # bytes; a line of a public trace has some 10 KiB, a longer one is another kind of file
@@ -18,6 +19,18 @@ MAX_DOCUMENT = 512 * 2**20  # bytes; formats that are one JSON document are read
 ID_LIMIT = 2**32  # ids become tokens, and tokens are unsigned 32 bit
 
 MAX_TOKENS = 2**24  # of one request; far above any context length, and a few hundred MiB when ids become tokens
+
+_WORDS = [
+    (re.compile(pattern), words)
+    for pattern, words in (
+        (r"JSON is malformed: (.*?) \((byte \d+)\)", r"no valid JSON at \2: \1"),
+        (r"Input data was truncated", r"no valid JSON: it breaks off"),
+        (r"Object missing required field `(\w+)`(?: - at `\$\.?(.*)`)?", r"the field \1 is missing"),
+        (r"Expected `(\w+)`, got `(\w+)` - at `\$\.(.*)`", r"\3 is of type \2 and must be \1"),
+        (r"Expected `(\w+)`, got `(\w+)`", r"it is of type \2 and must be \1"),
+        (r"Expected `(\w+)` ([<>]=?) (\S+) - at `\$\.(.*)`", r"\4 must be \2 \3"),
+    )
+]
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, lt=1e12)]
@@ -92,6 +105,15 @@ def pack_ids(ids: list[int]) -> Ids:
         raise TraceError(f"hash_ids holds {max(ids)}, and ids go up to {ID_LIMIT - 1}") from None
 
 
-def bad_entry(path: Path, place: str, problem: str) -> TraceError:
+def in_words(error: Exception) -> str:
+    """What a JSON decoder finds wrong, in the words of these messages: the field first, then what it must be."""
+    text = str(error)
+    for pattern, words in _WORDS:
+        if found := pattern.fullmatch(text):
+            return found.expand(words)
+    return text
+
+
+def bad_entry(path: Source, place: str, problem: str) -> TraceError:
     """The error for one broken entry: what, where, what to do."""
     return TraceError(f"{path}, {place}: {problem}; mend or remove it, or skip such entries with --skip-bad")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import heapq
-import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from hicache.analytics.mooncake import MooncakeReader
 from hicache.analytics.sessions import SessionReader
+from hicache.analytics.sources import STANDARD_INPUT, Source, check_plain, source_of
 from hicache.analytics.trace import Interner, TraceRequest
 from hicache.errors import TraceError
 
@@ -17,7 +17,7 @@ _HEAD = 64 * 1024  # bytes that detection looks at
 
 
 class _Reader(Protocol):
-    path: Path
+    path: Source
     skipped: int
     bytes_read: int
 
@@ -25,7 +25,7 @@ class _Reader(Protocol):
 
 
 class _MakeReader(Protocol):
-    def __call__(self, path: Path, *, skip_bad: bool, interner: Interner | None) -> _Reader: ...
+    def __call__(self, path: Source, *, skip_bad: bool, interner: Interner | None) -> _Reader: ...
 
 
 READERS: dict[str, _MakeReader] = {"mooncake": MooncakeReader, "kv-cache-tester": SessionReader}
@@ -46,7 +46,7 @@ class Trace:
         size: bytes of all files.
     """
 
-    def __init__(self, files: Sequence[tuple[Path, str]], *, skip_bad: bool) -> None:
+    def __init__(self, files: Sequence[tuple[Source, str]], *, skip_bad: bool) -> None:
         self.paths = tuple(path for path, _ in files)
         self.formats = tuple(name for _, name in files)
         self.size = sum(path.stat().st_size for path in self.paths)
@@ -85,7 +85,7 @@ def open_trace(paths: Sequence[Path], *, form: str = "auto", skip_bad: bool = Fa
     """Open trace files without reading them through.
 
     Args:
-        paths: files, or folders whose `*.json` and `*.jsonl` files are meant.
+        paths: files, or folders whose `*.json` and `*.jsonl` files are meant; `-` is the standard input.
         form: one of `READERS`, or "auto": look at the content.
         skip_bad: count broken entries and go on.
 
@@ -95,14 +95,16 @@ def open_trace(paths: Sequence[Path], *, form: str = "auto", skip_bad: bool = Fa
     if form != "auto" and form not in READERS:
         raise TraceError(f"trace format {form!r} is unknown; known are auto, {', '.join(READERS)}")
     try:
-        files = [file for path in paths for file in _expand(path)]
+        if list(paths).count(STANDARD_INPUT) > 1:
+            raise TraceError("standard input: it can be read once only; name - once")
+        files = [source_of(file) for path in paths for file in _expand(path)]
         return Trace([(file, _detect(file, form)) for file in files], skip_bad=skip_bad)
     except OSError as error:
         raise _unreadable(error) from None
 
 
 def _expand(path: Path) -> list[Path]:
-    if not path.is_dir():
+    if path == STANDARD_INPUT or not path.is_dir():
         return [path]
     files = sorted(file for file in path.iterdir() if file.suffix in (".json", ".jsonl"))
     if not files:
@@ -110,14 +112,12 @@ def _expand(path: Path) -> list[Path]:
     return files
 
 
-def _detect(path: Path, form: str) -> str:
-    if path.exists() and not path.is_file() and str(path) != os.devnull:
-        # Looking at the head of a pipe would take it away from the reader, and a device may have no end.
-        raise TraceError(f"{path}: this is no regular file; save the trace to a file and name that")
+def _detect(path: Source, form: str) -> str:
     with path.open("rb") as file:
         head = file.read(_HEAD)
     if not head.strip():
         return "empty"
+    check_plain(path, head)
     if form != "auto":
         return form
     for name, matches in _SIGNS.items():

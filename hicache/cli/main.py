@@ -2,8 +2,8 @@
 
 0    fine
 1    something wrong was found: a wrong page, a broken invariant
-2    bad usage or input; one line says what, where and what to do
-130  interrupted
+2    bad usage or input, or output that cannot be written; one line says what, where and what to do
+130  interrupted, by Ctrl-C or SIGTERM; what was reached is printed
 """
 
 from __future__ import annotations
@@ -13,10 +13,14 @@ import contextlib
 import errno
 import importlib
 import os
+import re
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
-from typing import NoReturn, Protocol, cast
+from types import FrameType
+from typing import Any, NoReturn, Protocol, cast
 
 from hicache.errors import HicacheError, HicacheInternalError
 
@@ -26,7 +30,7 @@ EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 
 _UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG}
-_COMMANDS = {"replay": "hicache.cli.replay"}
+_COMMANDS = {"replay": "hicache.cli.replay", "bench": "hicache.cli.bench", "fsck": "hicache.cli.fsck"}
 
 
 class _Command(Protocol):
@@ -37,11 +41,32 @@ class _Command(Protocol):
     def run(self, options: argparse.Namespace) -> int: ...
 
 
+# argparse's words, and ours: the option, what was given, what is wrong with it.
+_WORDS = [
+    (re.compile(pattern, re.DOTALL), words)
+    for pattern, words in (
+        (r"argument (\S+): invalid int value: '(.*)'", r"\1 \2: is not a whole number"),
+        (r"argument (\S+): invalid choice: '?(.*?)'? \(choose from (.*)\)", r"\1 \2: use one of \3"),
+        (r"argument (\S+): expected one argument", r"\1: needs a value"),
+        (r"argument (\S+): ignored explicit argument (.*)", r"\1 \2: takes no value"),
+        (r"unrecognized arguments: (.*)", r"\1: no such option here, or too many arguments"),
+        (r"the following arguments are required: (.*)", r"\1: is missing"),
+    )
+]
+
+
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line."""
+    """A parser whose errors are one line, and which takes options by their full names only."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        options.setdefault("allow_abbrev", False)
+        super().__init__(*arguments, **options)
 
     def error(self, message: str) -> NoReturn:
-        self.exit(EXIT_USAGE, f"{self.prog}: {message}; see {self.prog} --help\n")
+        for pattern, words in _WORDS:
+            if found := pattern.fullmatch(message):
+                message = found.expand(words)
+        self.exit(EXIT_USAGE, f"{self.prog}: {' '.join(message.split())}; see {self.prog} --help\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,7 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _open_missing_streams()
     try:
         try:
-            code = _dispatch(arguments)
+            with _terminated_like_interrupted():
+                code = _dispatch(arguments)
             sys.stdout.flush()
         except BrokenPipeError:
             _discard_output()  # the reader has what it wanted
@@ -80,6 +106,23 @@ def _dispatch(arguments: Sequence[str] | None) -> int:
         loaded[name].add_arguments(commands.add_parser(name, help=loaded[name].HELP, description=loaded[name].HELP))
     options = parser.parse_args(arguments)
     return loaded[options.command].run(options)
+
+
+@contextlib.contextmanager
+def _terminated_like_interrupted() -> Iterator[None]:
+    """SIGTERM, as a supervisor sends it, ends a command as Ctrl-C does, instead of without a word."""
+
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():  # only there may a handler be set
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _open_missing_streams() -> None:

@@ -27,10 +27,12 @@ def parse_pages(text: str, *, option: str, page_bytes: int, least: int) -> int:
     if _PLAIN.fullmatch(text.strip()):
         pages = int(text)
         shown = text
+    elif text == "unlimited":
+        raise ConfigError(f"{option} {text}: only --device can be without limit; give pages, or a size such as 2GiB")
     else:
+        size = _size(text, option=option)
         if page_bytes == 0:
             raise ConfigError(f"{option} {text}: pages hold no bytes here (--page-bytes 0), give a number of pages")
-        size = _size(text, option=option)
         pages = size // page_bytes
         shown = f"{text} ({pages} pages of {format_size(page_bytes)})"
     if pages < least:
@@ -58,4 +60,4 @@ def _size(text: str, *, option: str) -> int:
     try:
         return parse_size(text)
     except ConfigError as error:
-        raise ConfigError(f"{option}: {error}") from None
+        raise ConfigError(f"{option} {text:.40}: {str(error).removeprefix(f'size {text!r:.60} ')}") from None

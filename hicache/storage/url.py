@@ -10,13 +10,18 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from hicache.errors import ConfigError
 from hicache.units import parse_size
 
-__all__ = ["StorageUrl"]
+__all__ = ["StorageUrl", "redacted"]
 
 T = TypeVar("T")
 
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
-_SECRET = re.compile(r"://[^/@]*@")
+_SECRET = re.compile(r"://(?!/)[^?]*@")
 _BOOLEANS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+
+
+def redacted(url: str) -> str:
+    """A URL for messages: without user and password, and not longer than a line bears."""
+    return _SECRET.sub("://***@", url)[:200]
 
 
 class StorageUrl:
@@ -48,7 +53,7 @@ class StorageUrl:
         Raises:
             ConfigError: no scheme, a fragment, a repeated parameter, a NUL, or a port that is no number.
         """
-        shown = _SECRET.sub("://***@", text)[:200]
+        shown = redacted(text)
         try:
             parts = urlsplit(text)
             port = parts.port
@@ -57,7 +62,11 @@ class StorageUrl:
             raise ConfigError(
                 f"storage URL {shown!r} cannot be read ({error}): write scheme://path?name=value"
             ) from None
-        if _SCHEME.fullmatch(parts.scheme) is None or "://" not in text:
+        if _SCHEME.fullmatch(parts.scheme) is not None and "://" not in text:
+            raise ConfigError(
+                f"storage URL {shown!r} lacks '//' behind {parts.scheme}: write file:///path or memory://"
+            )
+        if _SCHEME.fullmatch(parts.scheme) is None:
             raise ConfigError(f"storage URL {shown!r} has no scheme: write file:///path?capacity=20GiB or memory://")
         if parts.fragment or "\0" in unquote(text):
             raise ConfigError(f"storage URL {shown!r} has a '#' or a NUL: write '#' in a path as %23")

@@ -60,18 +60,18 @@ def test_published_numbers_of_the_small_trace(small_trace: Path) -> None:
 
 
 BROKEN = {
-    "not JSON": ('{"timestamp": 1, "input_le', "malformed"),
-    "not an object": ("[1]", "Expected `object`"),
+    "not JSON": ('{"timestamp": 1, "input_le', "no valid JSON at byte 26"),
+    "not an object": ("[1]", "is of type array and must be object"),
     "a field is missing": (json.dumps({"timestamp": 0, "input_length": 5, "hash_ids": [1]}), "output_length"),
     "ids do not fit the length": (line(hash_ids=[1, 2]), "2 hash_ids, but input_length 1025 starts 3 blocks"),
-    "negative id": (line(hash_ids=[1, -2, 3]), r"\$\.hash_ids"),
-    "id is a boolean": (line(hash_ids=[1, True, 3]), r"\$\.hash_ids"),
+    "negative id": (line(hash_ids=[1, -2, 3]), r"hash_ids\[1\]"),
+    "id is a boolean": (line(hash_ids=[1, True, 3]), r"hash_ids\[1\]"),
     "id above 32 bits": (line(hash_ids=[1, 2**32, 3]), "4294967296"),
-    "id above 64 bits": (line(hash_ids=[1, 2**70, 3]), r"\$\.hash_ids"),
-    "negative length": (line(input_length=-1, hash_ids=[]), r"\$\.input_length"),
-    "time is NaN": (line(timestamp=float("nan")), "NaN|malformed|invalid"),
+    "id above 64 bits": (line(hash_ids=[1, 2**70, 3]), r"hash_ids\[1\]"),
+    "negative length": (line(input_length=-1, hash_ids=[]), "input_length must be >= 0"),
+    "time is NaN": (line(timestamp=float("nan")), "no valid JSON"),
     "time is infinite": (line().replace("1500", "1e999"), "out of range|<"),
-    "nested without end": ("[" * 100_000, "recursion|depth|Expected"),
+    "nested without end": ("[" * 100_000, "recursion|depth|must be object"),
 }
 
 
@@ -244,7 +244,7 @@ def test_folder_is_merged_by_time(tmp_path: Path) -> None:
 def test_broken_request_of_a_session_is_named_and_can_be_skipped(tmp_path: Path) -> None:
     inner = {"t": 1.0, "type": "subagent", "requests": [turn(2.0, [3]), turn(-1.0, [4])]}
     path = write(tmp_path, session([turn(0.0, [1]), inner, {"t": 0, "type": "n"}]), "s.json")
-    with pytest.raises(TraceError, match=r"request 2\.2: .*`\$\.t`"):
+    with pytest.raises(TraceError, match=r"request 2\.2: t must be"):
         read(path)
     trace = open_trace([path], skip_bad=True)
     assert [request.place for request in trace] == ["request 1", "request 2.1"]
