@@ -8,7 +8,7 @@ call failed and is treated as `FAILED` for each of its keys. All methods may be 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final, Protocol, Self, runtime_checkable
@@ -22,10 +22,13 @@ __all__ = [
     "MAX_MANIFEST",
     "BreakerState",
     "BreakerStatistics",
+    "ListedObject",
+    "Listing",
     "Manifests",
     "ObjectKey",
     "ObjectResult",
     "ObjectStatus",
+    "RawMedium",
     "Shard",
     "StorageBackend",
     "StorageStatistics",
@@ -219,4 +222,60 @@ class Manifests(Protocol):
 
     def read_manifests(self) -> dict[bytes, bytes]:
         """All documents by namespace digest."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ListedObject:
+    """One entry of a listing.
+
+    Attributes:
+        name: what the store calls it, for people.
+        size: bytes that it takes there, header and padding included.
+        key: the object that has this name; None for what is no object of ours, which nobody may touch.
+    """
+
+    name: str
+    size: int
+    key: ObjectKey | None = None
+
+
+@runtime_checkable
+class Listing(Protocol):
+    """Capability: walk through all that is stored, for `hicache fsck`. Changes nothing."""
+
+    def list_objects(self) -> Iterator[ListedObject]:
+        """Everything under this backend's root or prefix, in any order, of all namespaces and generations.
+
+        What is stored or removed meanwhile may be listed or not; a name may come twice.
+
+        Raises:
+            StorageError: the store cannot be read any further.
+        """
+        ...
+
+    def check_object(self, key: ObjectKey) -> Verdict | None:
+        """Read a whole object and verify it; None if there is none. What is wrong is left as it is.
+
+        Raises:
+            StorageError: it could not be read.
+        """
+        ...
+
+
+@runtime_checkable
+class RawMedium(Protocol):
+    """Capability: move bytes over the backend's medium with as little as possible around them, for `hicache bench`."""
+
+    def raw_loop(self, payloads: Sequence[memoryview], buffers: Sequence[memoryview]) -> tuple[float, float]:
+        """Write payloads under names of its own, read them into buffers of the same lengths, and remove them.
+
+        Each byte is hashed once in each direction, as every transfer of objects must.
+
+        Returns:
+            Seconds of writing and of reading.
+
+        Raises:
+            StorageError: the store is in trouble.
+        """
         ...

@@ -7,20 +7,24 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from hicache.errors import StorageError
 from hicache.storage.base import (
+    ListedObject,
+    Listing,
     Manifests,
     ObjectKey,
     ObjectResult,
     ObjectStatus,
+    RawMedium,
     StorageBackend,
     StorageStatistics,
     StoredObject,
 )
+from hicache.storage.codec import Verdict
 
 __all__ = ["GuardedBackend", "MeteredBackend", "VerbStatistics", "WrapperBackend"]
 
@@ -35,8 +39,13 @@ class WrapperBackend(StorageBackend):
 
     def __new__(cls, inner: StorageBackend, *_args: Any, **_kwargs: Any) -> WrapperBackend:
         """An instance that has the capabilities of `inner`."""
-        if isinstance(inner, Manifests) and not issubclass(cls, Manifests):
-            cls = type(cls.__name__, (cls, _ManifestWrapper), {"__module__": cls.__module__})  # noqa: PLW0642
+        added = [
+            mixin
+            for capability, mixin in _CAPABILITIES
+            if isinstance(inner, capability) and not issubclass(cls, capability)
+        ]
+        if added:
+            cls = type(cls.__name__, (cls, *added), {"__module__": cls.__module__})  # noqa: PLW0642
         return super().__new__(cls)
 
     def __init__(self, inner: StorageBackend) -> None:
@@ -88,6 +97,33 @@ class _ManifestWrapper:
     def read_manifests(self) -> dict[bytes, bytes]:
         found: dict[bytes, bytes] = self.inner.read_manifests()
         return found
+
+
+class _ListingWrapper:
+    inner: Any
+
+    def list_objects(self) -> Iterator[ListedObject]:
+        found: Iterator[ListedObject] = self.inner.list_objects()
+        return found
+
+    def check_object(self, key: ObjectKey) -> Verdict | None:
+        verdict: Verdict | None = self.inner.check_object(key)
+        return verdict
+
+
+class _RawWrapper:
+    inner: Any
+
+    def raw_loop(self, payloads: Sequence[memoryview], buffers: Sequence[memoryview]) -> tuple[float, float]:
+        seconds: tuple[float, float] = self.inner.raw_loop(payloads, buffers)
+        return seconds
+
+
+_CAPABILITIES: Final[tuple[tuple[type, type], ...]] = (
+    (Manifests, _ManifestWrapper),
+    (Listing, _ListingWrapper),
+    (RawMedium, _RawWrapper),
+)
 
 
 class GuardedBackend(WrapperBackend):

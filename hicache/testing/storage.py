@@ -16,6 +16,7 @@ from typing import ClassVar
 
 from hicache.storage import codec
 from hicache.storage.base import (
+    Listing,
     Manifests,
     ObjectKey,
     ObjectStatus,
@@ -330,6 +331,31 @@ class StorageBackendTests:
                 return
             result, _ = read(self.backend, stored.key, self.payload_length)
             assert result.status in (ObjectStatus.MISSING, ObjectStatus.CORRUPT), junk[:20]
+
+    def test_a_listing_has_every_object_and_changes_nothing(self) -> None:
+        """Objects of all namespaces are listed with their keys; what is damaged is told and left as it is."""
+        if not isinstance(self.backend, Listing):
+            return
+        objects = [*self.objects(5), make_object(make_key(1, namespace=bytes(16)), pattern(9, self.payload_length))]
+        self.put(objects)
+        listed = {entry.key: entry for entry in self.backend.list_objects()}
+        assert set(listed) == {stored.key for stored in objects}
+        assert all(entry.size >= self.payload_length and entry.name for entry in listed.values())
+        for stored in objects:
+            verdict = self.backend.check_object(stored.key)
+            assert verdict is not None
+            assert verdict.header == codec.decode_header(stored.header)
+        assert self.backend.check_object(make_key(77)) is None
+        if self.corrupt(objects[0].key):
+            for _ in range(2):
+                verdict = self.backend.check_object(objects[0].key)
+                assert verdict is not None
+                assert verdict.kind is codec.VerdictKind.CORRUPT
+        if self.plant(objects[1].key, objects[2].header, bytes(objects[2].payload)):
+            verdict = self.backend.check_object(objects[1].key)
+            assert verdict is not None
+            assert verdict.kind is codec.VerdictKind.FOREIGN
+        assert {entry.key for entry in self.backend.list_objects()} == set(listed)
 
     # --- several threads ----------------------------------------------------------------------------------------
 

@@ -6,14 +6,15 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, Self
 
-from hicache.errors import CacheClosed, InvalidInput
+from hicache.errors import CacheClosed, InvalidInput, StorageUnavailable
 from hicache.storage import codec
 from hicache.storage.base import (
     MAX_MANIFEST,
+    ListedObject,
     ObjectKey,
     ObjectResult,
     ObjectStatus,
@@ -22,12 +23,14 @@ from hicache.storage.base import (
     StorageUrl,
     StoredObject,
 )
+from hicache.storage.codec import Verdict
 
 from .channel import Deadline
 from .cluster import make_topology
 from .detour import Detour
 from .health import Health
 from .labels import Labels
+from .listing import Lister, raw_loop
 from .names import Names
 from .pool import NodePool
 from .settings import RedisSettings
@@ -71,6 +74,7 @@ class RedisBackend(StorageBackend):
         self._closed = False
         self._pid = os.getpid()
         self._sweeper = Sweeper(self._names, self._topology, deadline=self._deadline)
+        self._lister = Lister(self._names, self._topology, deadline=self._deadline, shown=settings.shown)
         self.health: Final = Health(settings, self._topology, now=now)
         try:
             self.health.open(self._deadline())
@@ -115,18 +119,32 @@ class RedisBackend(StorageBackend):
         return results
 
     def contains(self, keys: Sequence[ObjectKey], *, stop_at_first_miss: bool = False) -> list[bool]:
-        """See `StorageBackend`. All keys of a node in one round trip; what cannot be asked is False."""
+        """See `StorageBackend`. All keys of a node in one round trip; those of a node in trouble are False.
+
+        Raises:
+            StorageUnavailable: no node could be asked.
+        """
         del stop_at_first_miss  # one round trip costs the same for all
         return self._flags(keys, b"EXISTS")
 
     def touch(self, keys: Sequence[ObjectKey]) -> list[bool]:
-        """See `StorageBackend`. With a TTL it begins anew. The server's recency has a resolution of one second."""
+        """See `StorageBackend`. With a TTL it begins anew. The server's recency has a resolution of one second.
+
+        Keys of a node in trouble are True: nobody knows that they are absent.
+
+        Raises:
+            StorageUnavailable: no node could be asked.
+        """
         if self.settings.ttl:
-            return self._flags(keys, b"EXPIRE", b"%d" % self.settings.ttl)
-        return self._flags(keys, b"TOUCH")
+            return self._flags(keys, b"EXPIRE", b"%d" % self.settings.ttl, unknown=True)
+        return self._flags(keys, b"TOUCH", unknown=True)
 
     def delete(self, keys: Sequence[ObjectKey]) -> list[bool]:
-        """See `StorageBackend`."""
+        """See `StorageBackend`.
+
+        Raises:
+            StorageUnavailable: no node could be asked.
+        """
         return self._flags(keys, b"UNLINK")
 
     def generation(self, namespace: bytes) -> int:
@@ -169,6 +187,35 @@ class RedisBackend(StorageBackend):
         """
         return self._labels.read_manifests(self._begin())
 
+    def list_objects(self) -> Iterator[ListedObject]:
+        """See `Listing`.
+
+        Raises:
+            StorageUnavailable: a node cannot be read.
+        """
+        self._begin()
+        return self._lister.objects()
+
+    def check_object(self, key: ObjectKey) -> Verdict | None:
+        """See `Listing`. Counts as a use for the server's recency.
+
+        Raises:
+            StorageUnavailable: it cannot be read.
+        """
+        self._begin()
+        return self._lister.check(key)
+
+    def raw_loop(self, payloads: Sequence[memoryview], buffers: Sequence[memoryview]) -> tuple[float, float]:
+        """See `RawMedium`.
+
+        Raises:
+            StorageUnavailable: it broke off.
+        """
+        try:
+            return raw_loop(self._names, self._topology, payloads, buffers, self._begin())
+        except Trouble as trouble:
+            raise StorageUnavailable(f"{self.settings.shown}: the raw loop broke off: {trouble.reason}") from trouble
+
     def statistics(self) -> StorageStatistics:
         """See `StorageBackend`. Does not wait for the server.
 
@@ -187,6 +234,7 @@ class RedisBackend(StorageBackend):
                 capacity=self.health.capacity(),
                 evicted=self.health.evicted(),
                 by_reason=dict(self._reasons),
+                ttl=self.settings.ttl,
             )
 
     def close(self) -> None:
@@ -226,8 +274,8 @@ class RedisBackend(StorageBackend):
             if index in batch.errors:
                 batch.results[index] = self._detour.put(batch, index, pool, deadline)
 
-    def _flags(self, keys: Sequence[ObjectKey], verb: bytes, *arguments: bytes) -> list[bool]:
-        """One command a key that answers a number; True where it is above zero."""
+    def _flags(self, keys: Sequence[ObjectKey], verb: bytes, *arguments: bytes, unknown: bool = False) -> list[bool]:
+        """One command a key that answers a number; True where it is above zero, `unknown` where there is no answer."""
         deadline = self._begin()
         names = [self._names.object(key) for key in keys]
         answers: list[int | str | None] = [None] * len(keys)
@@ -251,7 +299,9 @@ class RedisBackend(StorageBackend):
         words = [reason if answer is None else answer for answer in answers if not isinstance(answer, int)]
         with self._lock:
             self._reasons.update(str(word) for word in words)
-        return [isinstance(answer, int) and answer > 0 for answer in answers]
+        if keys and len(words) == len(keys):
+            raise StorageUnavailable(f"{self.settings.shown} cannot be asked: {words[0]}")
+        return [answer > 0 if isinstance(answer, int) else unknown for answer in answers]
 
     # --- all nodes ----------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
     {prefix}:{namespace digest}/{generation}/{page hash}_{shard}     an object, header and payload in one value
     {prefix}:generation/{namespace digest}                           a number
     {prefix}:manifest/{namespace digest}                             a JSON document
+    {prefix}:scratch/{random}                                        bytes of a benchmark, for a moment
 
 No name has braces, so that the keys of a chain spread over the slots of a cluster.
 """
@@ -45,6 +46,10 @@ class Names:
     def manifest(self, namespace: bytes) -> bytes:
         """The name of a namespace's manifest."""
         return self._start + b"manifest/" + namespace.hex().encode()
+
+    def scratch(self, token: bytes) -> bytes:
+        """A name for bytes that are no object and are removed at once."""
+        return self._start + b"scratch/" + token.hex().encode()
 
     def label(self, name: bytes, kind: str) -> bytes | None:
         """The namespace whose generation or manifest has this name, or None."""

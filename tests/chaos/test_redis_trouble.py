@@ -11,6 +11,7 @@ from typing import ClassVar
 
 import pytest
 
+from hicache.errors import StorageUnavailable
 from hicache.storage.base import BreakerState, ObjectStatus, StorageUrl, StoredObject
 from hicache.storage.breaker import BreakerBackend, BreakerPolicy
 from hicache.testing.clock import ManualClock
@@ -250,7 +251,9 @@ def test_it_comes_back_by_itself(server: Server, open_at: Open, clock: ManualClo
     assert "cannot be reached" in backend.health.warnings[0]
     (stored,) = make_chain(1, SIZE)
     assert backend.put([stored])[0].reason == "connection"
-    assert backend.contains([stored.key]) == [False]
+    for verb in (backend.contains, backend.touch, backend.delete):
+        with pytest.raises(StorageUnavailable, match="connection"):
+            verb([stored.key])
 
     server.start()
     clock.advance(5)
