@@ -36,20 +36,28 @@ def clear_storage(parts: Parts, scope: Scope, generation: int, *, end: float) ->
     port, storage, reducer = parts.port, parts.storage, parts.reducer
     if port is None or storage is None or not storage.attached:
         return
-    answers: list[bool] = []
+    answers: list[str] = []  # why not; empty where it was cleared
 
-    def answer(cleared: bool) -> None:
-        answers.append(cleared)
+    def answer(trouble: str) -> None:
+        answers.append(trouble)
         reducer.notify()
 
     def work() -> None:
-        port.clear(scope.namespace.digest, generation)
-        reducer.post(answer, True)
+        try:
+            port.clear(scope.namespace.digest, generation)
+        except (StorageError, OSError) as error:  # no fault of ours: whoever cleared is told
+            reducer.post(answer, str(error))
+        else:
+            reducer.post(answer, "")
 
-    asked = storage.call(work, fail=lambda: reducer.post(answer, False))
+    asked = storage.call(work, fail=lambda: reducer.post(answer, "see the log"))
     with reducer.lock:
         reducer.settle()
         while asked and not answers and (left := end - parts.clock.now()) > 0:
             reducer.wait(left)
-    if True not in answers:
-        raise StorageError("clear: storage did not confirm the new generation: call clear again")
+    if "" not in answers:
+        why = answers[0] if answers else "it did not answer in time" if asked else "its queue is full"
+        raise StorageError(
+            f"clear: storage did not confirm the new generation ({why}): see that it works, and call clear again; "
+            "until then a restart may find old pages"
+        )
