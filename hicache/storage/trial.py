@@ -160,7 +160,8 @@ class _Trial:
         self._look()
         self._backend.delete(self._keys)
         if isinstance(self._backend, RawMedium):
-            self._raw.append(self._backend.raw_loop(self._payloads, self._buffers()))
+            times = len(self._keys) // len(self._payloads)  # as many bytes, in and out of as many buffers
+            self._raw.append(self._backend.raw_loop(self._payloads * times, self._buffers() * times))
 
     def result(self) -> SizeResult:
         put, get = self._timing("put", self._reference(0)), self._timing("get", self._reference(1))
@@ -207,7 +208,7 @@ class _Trial:
     def _reference(self, direction: int) -> float | None:
         if not self._raw:
             return None
-        moved = self._size * len(self._payloads)
+        moved = self._size * (len(self._keys) // len(self._payloads)) * len(self._payloads)
         return moved / float(np.median([seconds[direction] for seconds in self._raw])) / 1e9
 
     def _timing(self, verb: str, reference: float | None) -> Timing:

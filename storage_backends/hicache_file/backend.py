@@ -24,6 +24,7 @@ from hicache.storage.codec import VerdictKind
 
 from .files import DIRECT_FROM
 from .filesystem import FileSystem
+from .inspection import Inspected
 from .keeper import Keeper
 from .ledger import LedgerBusy
 from .names import Place
@@ -39,7 +40,7 @@ _TRIES: Final = 4
 _CLOSE_WAIT: Final = 5.0
 
 
-class FileBackend(StorageBackend):
+class FileBackend(Inspected, StorageBackend):
     """Objects as files. Thread-safe; calls work in the caller's thread, several at once.
 
     Several processes may use one folder at once. It never holds more than `capacity` bytes of objects, those included
