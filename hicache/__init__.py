@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from hicache.memory.layout import LAYOUTS
     from hicache.memory.writer import READY, ThreadEvent, WriterEvent
     from hicache.records import Match, MissReason, PageResult, Tier
+    from hicache.runtime.attaching import DetachReport
     from hicache.runtime.cache import EmbeddedCache
     from hicache.runtime.closing import CloseReport
     from hicache.runtime.events import Gap, Subscription
@@ -70,6 +71,7 @@ __all__ = [
     "Clock",
     "CloseReport",
     "ConfigError",
+    "DetachReport",
     "DevicePool",
     "EdgePolicy",
     "EmbeddedCache",
@@ -137,6 +139,7 @@ _HOMES = {
     "hicache.memory.layout": ("LAYOUTS",),
     "hicache.memory.writer": ("READY", "ThreadEvent", "WriterEvent"),
     "hicache.records": ("Match", "MissReason", "PageResult", "Tier"),
+    "hicache.runtime.attaching": ("DetachReport",),
     "hicache.runtime.cache": ("EmbeddedCache",),
     "hicache.runtime.closing": ("CloseReport",),
     "hicache.runtime.events": ("Gap", "Subscription"),

@@ -373,7 +373,7 @@ class Copies:
             if node is not None and node.believed and node.tree.live:
                 found = True
                 self.set_belief(node, 0)
-                node.tree.trim(node, MissReason.COLD)
+                node.tree.trim(node, MissReason.EVICTED)
         if at < len(registry.nodes):
             registry.forgetting = (at, found)
         else:

@@ -89,6 +89,7 @@ def detach(parts: Parts, pump: Pump | None, *, end: float, force: bool) -> Detac
         reducer.settle()
         reducer.notify()
         _wait(parts, end)
+        storage.abandon()
         owned = port.detach()
         stuck = under_way(parts)
         calls = sum(queue.hung + queue.running for queue in storage.statistics())

@@ -99,6 +99,13 @@ class Lane:
             self._go_on("calls have come back")
         return self._call_timeout if soonest is None and self.queue.busy else soonest
 
+    def abandon(self) -> None:
+        """Give up every thread inside the backend now: another one comes, and must not wait for this one."""
+        now = self._now()
+        for thread, job in self._workers.at_work():
+            if self._calls.since(thread) is not None and job not in self._unreplaced:
+                self._hangs(thread, job, now)
+
     def drop(self) -> None:
         """Fail what nobody has begun."""
         for job in self.queue.drop():
@@ -144,7 +151,7 @@ class Lane:
                 return
             self._abandoned += 1
             stops = self._hung >= self._most_hung
-        _log.warning("a storage %s takes more than %.1f seconds", self.name, self._call_timeout)
+        _log.warning("a storage %s does not come back; its thread is given up", self.name)
         if stops:
             self._stop(now)
         if replace_it:

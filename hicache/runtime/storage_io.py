@@ -173,6 +173,11 @@ class StorageIO:
         for lane in self.lanes:
             lane.drop()
 
+    def abandon(self) -> None:
+        """Give up every thread inside the backend now."""
+        for lane in self.lanes:
+            lane.abandon()
+
     def statistics(self) -> tuple[QueueStatistics, QueueStatistics]:
         """Snapshots of the read and the write queue."""
         reads, writes = self.lanes
