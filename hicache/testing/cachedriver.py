@@ -1,225 +1,38 @@
 """Drives a whole embedded cache at random, with real bytes in all tiers, in one thread.
 
-`CacheDriver` plays engines, copy threads, storage threads, the storage itself and time. Wherever the cache waits or
-calls storage, other things may happen, as if other threads were at work. All of it is checked after each step (see
-`cachelife`), and what storage is given and gives is checked where it happens (see `watchedstorage`).
+`CacheDriver` plays engines, copy threads, storage threads, the storage itself and time (see `driverframe`). All of it
+is checked after each step (see `cachelife`), and what storage is given and gives is checked where it happens (see
+`watchedstorage`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from math import inf
-from threading import Condition
 from typing import Any, TypeVar
 
 import numpy as np
 
 from hicache.core.identity import Adapter
-from hicache.core.keys import ObjectKey
 from hicache.core.residency import PRIVATE
-from hicache.errors import CacheClosed, InvalidInput, OutOfSlots, StorageError
+from hicache.errors import InvalidInput, OutOfSlots, StorageError
 from hicache.memory.writer import READY
 from hicache.records import Match, PageResult, Tier
-from hicache.storage.base import StorageBackend
-from hicache.testing.cachelife import NAMESPACE, Engine, Life, Written
-from hicache.testing.choices import Choices
-from hicache.testing.truth import Truth, Violation, require
-from hicache.testing.watchedstorage import WatchedStorage
+from hicache.testing.cachelife import NAMESPACE, Engine, Written
+from hicache.testing.driverframe import DEEPEST, SCOPES, TICK, DriverFrame, whole_pages
+from hicache.testing.truth import Violation, require
 
 __all__ = ["CacheDriver"]
 
 T = TypeVar("T")
 _P = NAMESPACE.page_size
-_TICK = 0.125  # times are whole multiples of it, so that sums of them are exact
-_DEADLINES = (None, None, 0.0, _TICK, 4 * _TICK, 8.0)
-_SCOPES: tuple[dict[str, Any], ...] = ({}, {"tenant": "a"}, {"salt": "b"}, {"tenant": "a", "salt": "b"})
+_DEADLINES = (None, None, 0.0, TICK, 4 * TICK, 8.0)
 _NO_DIGEST = Adapter("lora")
-_DEEPEST = 3
 _PARTIAL = b"\x77"
 
 
-class CacheDriver:
-    """A cache under random use, life after life on one storage.
-
-    Args:
-        choices: where decisions come from.
-        device, host: pages of the tiers; host 0 leaves that tier out.
-        storage: the backend, or None. It stays its owner's.
-        damage: flips a bit of a stored object, if it is there.
-        options: of `hicache.open`.
-
-    Attributes:
-        steps: steps made, those included that happened inside others.
-        seen: how often each kind of thing happened, so that a test can tell that it did.
-    """
-
-    def __init__(
-        self,
-        choices: Choices,
-        *,
-        device: int,
-        host: int,
-        storage: StorageBackend | None = None,
-        damage: Callable[[ObjectKey], bool] | None = None,
-        **options: Any,
-    ) -> None:
-        self.steps = 0
-        self.seen: dict[str, int] = {}
-        self._choices = choices
-        self._damage_object = damage
-        self._sizes = {"device": device, "host": host}
-        self._options = options
-        self._truth = Truth(NAMESPACE)
-        self._derived = [NAMESPACE.derive(**fields) for fields in _SCOPES]
-        self._prompts: list[tuple[int, list[int]]] = []
-        self._depth = 0
-        self._until = inf
-        self._storage: WatchedStorage | None = None
-        if storage is not None:
-            watched = WatchedStorage(
-                storage, truth=self._truth, choices=choices, meanwhile=self._meanwhile, note=self._note
-            )
-            assert isinstance(watched, WatchedStorage)
-            self._storage = watched
-        self._late: list[Callable[[], None]] = []
-        self._life = self._open()
-
-    def _open(self) -> Life:
-        faults, storage = 0, self._storage
-        if storage is not None:
-            faults, storage.faults = storage.faults, 0  # opening asks for a generation, and may rightly fail
-        try:
-            return Life(
-                storage,
-                self._truth,
-                **self._sizes,
-                meanwhile=self._meanwhile,
-                on_wait=self._on_wait,
-                options=self._options,
-            )
-        finally:
-            if storage is not None:
-                storage.faults = faults
-
-    # ---- choosing
-
-    def _one_in(self, n: int) -> bool:
-        return self._choices.integer(1, n) == 1
-
-    def _pick(self, items: Sequence[T]) -> T:
-        return items[self._choices.integer(0, len(items) - 1)]
-
-    def _note(self, what: str) -> None:
-        self.seen[what] = self.seen.get(what, 0) + 1
-
-    def _prompt(self) -> tuple[int, list[int]]:
-        if self._prompts and not self._one_in(5):
-            return self._pick(self._prompts)
-        which = 0 if not self._one_in(3) else self._choices.integer(0, len(_SCOPES) - 1)
-        tokens: list[int] = []
-        for _ in range(self._choices.integer(0, 9)):
-            # Few different pages: prompts that share much and part anywhere.
-            tokens += [self._choices.integer(1, 2) if self._one_in(2) else 0, 0]
-        if self._one_in(3):
-            tokens.append(3)
-        self._truth.learn(self._derived[which], _symbols(tokens))
-        self._prompts = [*self._prompts, (which, tokens)][-12:]
-        return which, tokens
-
-    def _known(self, which: int) -> bool:
-        """Whether the cache has met a namespace, and knows its generation."""
-        fields = _SCOPES[which]
-        scope = self._life.parts.scopes.known(None, fields.get("tenant"), fields.get("salt"))
-        return scope is not None and scope.tree is not None
-
-    def _engine(self) -> Engine | None:
-        free = [engine for engine in self._life.engines if not engine.busy]
-        return self._pick(free) if free else None
-
-    # ---- steps
-
-    STEPS = (
-        ("request", 20),
-        ("prefill", 16),
-        ("load", 10),
-        ("allocate", 10),
-        ("commit", 12),
-        ("write", 3),
-        ("extend", 5),
-        ("close", 10),
-        ("drop", 2),
-        ("work", 34),
-        ("event", 8),
-        ("settle", 4),
-        ("sweep", 2),
-        ("advance", 4),
-        ("match", 3),
-        ("flush", 2),
-        ("evict", 6),
-        ("clear", 1),
-        ("spoil", 3),
-        ("restart", 1),
-    )
-    """What there is to do, and how often it is chosen."""
-    _WEIGHTED = tuple(name for name, weight in STEPS for _ in range(weight))
-
-    def step(self) -> str:
-        """Do one random thing, others meanwhile included. Returns its name."""
-        try:
-            return self._step()
-        except Violation as error:
-            raise AssertionError(f"step {self.steps}: {error}") from error
-
-    def _step(self) -> str:
-        self.steps += 1
-        name = self._pick(self._WEIGHTED)
-        if self._life.over and not self._depth:
-            self._life = self._open()
-        self._depth += 1
-        until, self._until = self._until, inf  # of the verb that waits for this step
-        try:
-            getattr(self, f"_{name}")()
-            self._life.check()
-        except CacheClosed as error:
-            if not self._life.over:
-                raise Violation("the cache says that it is closed") from error
-        except Exception as error:
-            raise Violation(f"{name}: {type(error).__name__}: {error}") from error
-        finally:
-            self._depth -= 1
-            self._until = until
-        return name
-
-    def _meanwhile(self) -> None:
-        """Other threads do something."""
-        if 0 < self._depth < _DEEPEST and self._one_in(6):
-            self._note("meanwhile")
-            self._step()
-
-    def _on_wait(self, condition: Condition, timeout: float) -> None:
-        """Somebody waits, with the lock held: let go of it, let something happen, or time pass."""
-        life = self._life
-        now = life.clock.now()
-        require(now + timeout <= self._until, "a wait goes on behind its deadline")
-        self._note("waited")
-        condition.release()
-        try:
-            if self._depth < _DEEPEST and self._one_in(4):
-                self._step()
-            elif self._one_in(6) or not self._some_work():
-                life.clock.advance(timeout if self._one_in(2) else min(timeout, _TICK))
-        finally:
-            condition.acquire()
-
-    def _some_work(self) -> bool:
-        life = self._life
-        todo = life.work()
-        if life.events and self._one_in(max(2, len(todo))):
-            self._event()
-        elif todo:
-            self._pick(todo)()
-        return bool(todo)
+class CacheDriver(DriverFrame):
+    """A cache under random use, life after life on one storage. Arguments and attributes are those of its frame."""
 
     # ---- requests
 
@@ -227,12 +40,12 @@ class CacheDriver:
         life = self._life
         which, tokens = self._prompt()
         logits = not self._one_in(3)
-        extra: dict[str, Any] = dict(_SCOPES[which])
+        extra: dict[str, Any] = dict(SCOPES[which])
         if self._one_in(40):
             extra["adapter"] = _NO_DIGEST
         asked = (max(len(tokens) - 1, 0) if logits else len(tokens)) // _P
         steps, at_rest = self.steps, life.at_rest()
-        told = life.told(self._derived[which], _symbols(tokens), asked)
+        told = life.told(self._derived[which], whole_pages(tokens), asked)
         deadline = self._pick(_DEADLINES)
         self._until = life.clock.now() + (1.0 if deadline is None else min(deadline, 1.0))
         request = life.cache.request(
@@ -307,7 +120,7 @@ class CacheDriver:
     def _allocate_for(self, engine: Engine) -> None:
         life, lease = self._life, engine.lease
         pages = self._choices.integer(0, 4) if self._one_in(3) else None
-        deadline = self._pick((0.0, 4 * _TICK)) if self._one_in(3) else None
+        deadline = self._pick((0.0, 4 * TICK)) if self._one_in(3) else None
         evicted = list(life.core.registry.evicted)
         first = lease.device if lease.start is None else lease.start + len(lease.own)
         self._until = life.clock.now() + (deadline or 0.0)
@@ -378,26 +191,6 @@ class CacheDriver:
             self._note("committed behind an event")
             life.events.append(ready)
 
-    def _event(self) -> None:
-        """A writer's event passes, or breaks."""
-        life = self._life
-        if not life.events:
-            return
-        event = life.events.pop(self._choices.integer(0, len(life.events) - 1))
-        if self._one_in(5):
-            if life.pool.copies.fail_event(event):
-                self._note("event failed")
-            return
-        table = life.core.registry.tables[Tier.DEVICE]
-        for slot in event.writes:
-            held = any(slot in engine.expected for engine in life.engines)
-            require(held or table.pins[slot], "a slot that is being written was given back")
-        life.write_behind(event)
-        event.passed = True
-        self._note("event passed")
-        if not self._one_in(4):
-            life.pool.copies.pass_events()
-
     def _extend(self) -> None:
         engine = self._engine()
         if engine is None or len(engine.tokens) > 24:
@@ -405,7 +198,7 @@ class CacheDriver:
         more = [self._choices.integer(0, 2) for _ in range(self._choices.integer(1, 3))]
         tokens = engine.tokens + more
         if engine.scope is not None:
-            self._truth.learn(engine.scope, _symbols(tokens))
+            self._truth.learn(engine.scope, whole_pages(tokens))
         engine.request.extend(np.array(more, np.uint32))
         engine.tokens = tokens
 
@@ -474,20 +267,20 @@ class CacheDriver:
             reducer.sweeping = self._life.core.sweep(self._choices.integer(1, 6)) > 0
 
     def _advance(self) -> None:
-        self._life.clock.advance(self._pick((_TICK, 4 * _TICK, 2.0)))
+        self._life.clock.advance(self._pick((TICK, 4 * TICK, 2.0)))
 
     def _match(self) -> None:
         life = self._life
         which, tokens = self._prompt()
         if not self._known(which):
             return
-        told = life.told(self._derived[which], _symbols(tokens), len(tokens) // _P)
+        told = life.told(self._derived[which], whole_pages(tokens), len(tokens) // _P)
         at_rest = life.at_rest()
-        found = life.cache.match(tokens, logits=False, **_SCOPES[which])
+        found = life.cache.match(tokens, logits=False, **SCOPES[which])
         require(found == told or not at_rest, f"match finds {found}, events say {told}")
 
     def _flush(self) -> None:
-        deadline = self._pick((0.0, 4 * _TICK, 8.0))
+        deadline = self._pick((0.0, 4 * TICK, 8.0))
         self._until = self._life.clock.now() + deadline
         self._note(f"flush {self._life.cache.flush(deadline)}")
 
@@ -498,13 +291,13 @@ class CacheDriver:
                 life.core.evict(tier, self._choices.integer(1, 24))
 
     def _clear(self) -> None:
-        life, which = self._life, self._choices.integer(0, len(_SCOPES) - 1)
+        life, which = self._life, self._choices.integer(0, len(SCOPES) - 1)
         digest = self._derived[which].digest
         before = next((tree.generation for tree in life.core.trees if tree.namespace == digest), None)
         deadline = self._pick((0.0, 8.0))
         self._until = life.clock.now() + deadline
         try:
-            life.cache.clear(**_SCOPES[which], deadline=deadline)
+            life.cache.clear(**SCOPES[which], deadline=deadline)
         except StorageError:
             self._note("clear not confirmed")
         else:
@@ -544,7 +337,7 @@ class CacheDriver:
         engines = list(life.engines)
         for engine in engines:
             self._let_go(engine)
-        deadline = self._pick((0.0, 4 * _TICK, 8.0))
+        deadline = self._pick((0.0, 4 * TICK, 8.0))
         self._until = life.clock.now() + deadline
         report = life.cache.close(deadline)
         require(life.cache.close() is report, "closed twice")
@@ -564,7 +357,7 @@ class CacheDriver:
         if storage is not None:
             faults, storage.faults = storage.faults, 0
         self._note("ended in order")
-        self._depth += _DEEPEST  # nothing else happens meanwhile
+        self._depth += DEEPEST  # nothing else happens meanwhile
         try:
             while life.engines:
                 self._end(life.engines[-1])
@@ -576,7 +369,7 @@ class CacheDriver:
             left = (report.abandoned_pages, report.aborted_requests, report.stuck_threads)
             require(report.complete and left == (0, 0, 0), f"closing an idle cache left something: {report}")
         finally:
-            self._depth -= _DEEPEST
+            self._depth -= DEEPEST
             if storage is not None:
                 storage.faults = faults
 
@@ -601,7 +394,7 @@ class CacheDriver:
         """After a failure: close what is open, whatever state it is in."""
         life = self._life
         life.clock.on_wait = lambda condition, timeout: life.clock.advance(timeout)  # noqa: ARG005  names say what
-        self._depth = _DEEPEST
+        self._depth = DEEPEST
         if self._storage is not None:
             self._storage.faults = 0
         with suppress(Exception, Violation):
@@ -620,10 +413,6 @@ class CacheDriver:
                 self.seen["objects found right"] = self._storage.check_all()
         except Violation as error:
             raise AssertionError(f"at the end, after {self.steps} steps: {error}") from error
-
-
-def _symbols(tokens: list[int]) -> bytes:
-    return np.array(tokens[: len(tokens) // _P * _P], "<u4").tobytes()
 
 
 def _late(carry_out: Callable[[T], None], job: T) -> Callable[[], None]:
