@@ -78,6 +78,14 @@ class Prompt:
             self._hashed = end
         return [self._hashes[i * size : (i + 1) * size] for i in range(first, end)]
 
+    def extended(self, symbols: bytes) -> Prompt:
+        """A longer prompt: this one and more pages' symbols behind it. It keeps the hashes that are known."""
+        longer = Prompt(self.symbols + symbols, self.width, self.hasher)
+        known = self._hashed  # read first: hashes are appended before they are counted
+        longer._hashes = self._hashes[: known * self.hasher.size]
+        longer._hashed = known
+        return longer
+
     def hash(self, page: int) -> bytes:
         """Hash of one page."""
         return self.hashes(page, page + 1)[0]

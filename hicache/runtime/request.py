@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hicache.core.prompt import Prompt
 from hicache.core.reasons import RequestCounts
 from hicache.core.residency import Slots
 from hicache.core.symbols import TOKEN_SIZE, Span, Tokens, page_extras, symbols
@@ -241,7 +240,7 @@ class Request:
         old = lease.prompt
         digests = None if spans is None else page_extras(spans, page_size, pages, first_page=old.pages)
         ids = np.frombuffer(tail, "<u4", pages * page_size)
-        prompt = Prompt(old.symbols + symbols(ids, page_size, digests), old.width, old.hasher)
+        prompt = old.extended(symbols(ids, page_size, digests))
         self._cache.prepare(prompt)
         reducer = self._cache.parts.reducer
         with reducer.lock:
