@@ -1,4 +1,6 @@
-"""Lists the field's failure cases with the tests that cover each: `python tests/cases.py [--json]`.
+"""Lists the field's failure cases with the tests that cover each: `python tests/cases.py [--all] [--json]`.
+
+A suite that several backends inherit is named once, with how many run it; `--all` names each.
 
 Coverage is what pytest collects: every `@pytest.mark.case("KEY-1")`. Exit code 1 when a case has neither a test nor a
 reason for coming later, when a mark names a case that does not exist, or when tests cannot be collected.
@@ -10,8 +12,10 @@ import argparse
 import contextlib
 import io
 import json
+import os
 import sys
 import tomllib
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -79,23 +83,42 @@ def judge(cases: dict[str, Case], marks: Marks) -> list[str]:
     return wrong
 
 
-def print_table(cases: dict[str, Case]) -> None:
+def state_of(case: Case) -> str:
+    """covered: tests for all of it; partly: for some of it, the rest waits; later: none yet; MISSING: neither."""
+    if case.tests:
+        return "partly" if case.later else "covered"
+    return "later" if case.later else "MISSING"
+
+
+def grouped(tests: list[str]) -> list[str]:
+    """The tests, those of one name in several classes, such as suites for backends, as one line."""
+    by_name: dict[str, list[str]] = {}
+    for test in tests:
+        name = test.rsplit("::", 1)[1]
+        by_name.setdefault(name if test.count("::") > 1 else test, []).append(test)
+    return [
+        found[0] if len(found) == 1 else f"{Path(found[0]).parent}/...::{name} ({len(found)} suites)"
+        for name, found in by_name.items()
+    ]
+
+
+def print_table(cases: dict[str, Case], *, every: bool) -> None:
     """One paragraph a case, and a sum."""
     for case in cases.values():
-        state = "covered" if case.tests and not case.later else "partly" if case.tests else "later"
-        print(f"{case.id:8} {state if case.tests or case.later else 'MISSING':8} {case.title}")
-        for test in case.tests:
+        print(f"{case.id:8} {state_of(case):8} {case.title}")
+        for test in case.tests if every else grouped(case.tests):
             print(f"{'':18}{test}")
         if case.later:
             print(f"{'':18}later: {case.later}")
-    covered = sum(bool(case.tests) for case in cases.values())
-    waiting = sum(bool(case.later) for case in cases.values())
-    print(f"\n{len(cases)} cases: {covered} with tests, {waiting} with parts left")
+    states = Counter(map(state_of, cases.values()))
+    kinds = ("covered", "partly", "later", "MISSING")
+    print(f"\n{len(cases)} cases: {', '.join(f'{states[kind]} {kind}' for kind in kinds if states[kind])}")
 
 
 def main() -> int:
     """Print the cases; see the module's text for the exit code."""
     parser = argparse.ArgumentParser(description="failure cases and the tests that cover them")
+    parser.add_argument("--all", action="store_true", help="name each suite's tests")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args()
     cases = load_cases()
@@ -104,11 +127,17 @@ def main() -> int:
         rows = [{"id": c.id, "title": c.title, "later": c.later, "tests": c.tests} for c in cases.values()]
         print(json.dumps({"cases": rows, "wrong": wrong}, indent=1))
     else:
-        print_table(cases)
+        print_table(cases, every=options.all)
     for line in wrong:
         print(f"error: {line}", file=sys.stderr)
     return 1 if wrong else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        code = main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader has what it wanted; Python flushes once more at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    sys.exit(code)
