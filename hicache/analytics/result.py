@@ -28,7 +28,9 @@ class ReplayResult:
         pages_wrong: those of them that differed.
         bytes_device_to_host, bytes_host_to_device, bytes_to_storage, bytes_from_storage: payload bytes moved.
         shed_by_reason: pages whose transfer was not even tried.
-        requests_refused: requests too large for what was free on the device; their pages beyond hits were not kept.
+        storage_trouble_by_reason: objects that storage found damaged or foreign, or failed to read or write.
+        requests_refused: requests too large for what was free on the device; their pages beyond hits were not kept,
+            and are missed as over_budget.
         entries_skipped: broken entries of the trace passed over.
         interrupted: whether somebody stopped it before the trace's end.
         bad_input: what ended it early: a broken entry of the trace, or storage that took nothing at all; else "".
@@ -57,6 +59,7 @@ class ReplayResult:
     bytes_to_storage: int = 0
     bytes_from_storage: int = 0
     shed_by_reason: dict[str, int] = field(default_factory=dict)
+    storage_trouble_by_reason: dict[str, int] = field(default_factory=dict)
     requests_refused: int = 0
     entries_skipped: int = 0
     interrupted: bool = False

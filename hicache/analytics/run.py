@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import hicache
+from hicache.analytics import verdict
 from hicache.analytics.content import PageContent
 from hicache.analytics.pace import Pace, Show, wait_until_quiet
 from hicache.analytics.prompts import IdPages, TokenPages, Tokens
@@ -24,7 +25,6 @@ from hicache.core.symbols import MAX_PAGE_SIZE
 from hicache.errors import ConfigError, HicacheInternalError, InvalidInput
 from hicache.memory.limits import check_memory
 from hicache.runtime.options import PREFETCH_MODES, write_policies
-from hicache.runtime.storage_io import QUEUE_FULL
 
 CLOSE_SECONDS = 120.0  # to write what is still queued at the end
 HURRIED_SECONDS = 5.0  # the same after an interrupt
@@ -112,6 +112,9 @@ def replay(
     if first is not None:
         prompts.prompt(first)  # an unfit page size is found before anything is opened
     with contextlib.closing(_open(options)) as cache:
+        storage = cache.statistics().storage
+        if options.storage is not None and storage is not None:
+            verdict.check_capacity(options.storage, storage.capacity, options.page_bytes)
         driver = _driver(cache, options, prompts)
         keeps_up = options.speed is None and options.page_bytes > 0
         pace = Pace(
@@ -122,7 +125,7 @@ def replay(
             requests=options.requests,
             show=progress,
         )
-        return _run(driver, cache, pace, itertools.chain(() if first is None else (first,), requests))
+        return _run(driver, cache, pace, itertools.chain(() if first is None else (first,), requests), options.storage)
 
 
 def _open(options: ReplayOptions) -> hicache.EmbeddedCache:
@@ -155,14 +158,16 @@ def _driver(cache: hicache.EmbeddedCache, options: ReplayOptions, prompts: IdPag
     return Replay(ask, prompts=prompts, content=content, pages=cache.device)
 
 
-def _run(driver: Replay, cache: hicache.EmbeddedCache, pace: Pace, requests: Iterable[TraceRequest]) -> ReplayResult:
+def _run(
+    driver: Replay, cache: hicache.EmbeddedCache, pace: Pace, requests: Iterable[TraceRequest], url: str | None
+) -> ReplayResult:
     started = time.perf_counter()
     ended, bad_input = False, ""
     try:
         ended = driver.run(requests, before=pace)
     except InvalidInput as error:
         bad_input = str(error)  # what was reached so far is not lost
-    problems = [] if pace.stopped else _broken(cache)
+    found = [] if pace.stopped else _broken(cache)
     report = cache.close(deadline=HURRIED_SECONDS if pace.stopped else CLOSE_SECONDS)
     seconds = time.perf_counter() - started
     statistics = cache.statistics()
@@ -172,13 +177,21 @@ def _run(driver: Replay, cache: hicache.EmbeddedCache, pace: Pace, requests: Ite
         bytes_to_storage=statistics.bytes_to_storage,
         bytes_from_storage=statistics.bytes_from_storage,
         shed_by_reason=dict(statistics.shed_by_reason),
+        storage_trouble_by_reason=verdict.trouble(statistics),
         entries_skipped=pace.trace.skipped,
         interrupted=pace.stopped and not ended,
-        bad_input=bad_input or _refusal(statistics),
+        bad_input=bad_input or verdict.refusal(statistics, url),
         seconds=seconds,
-        problems=(*problems, *_problems(statistics)),
-        warnings=tuple(_warnings(statistics, report)),
+        problems=(*found, *verdict.problems(statistics)),
+        warnings=(*_empty(pace), *verdict.warnings(statistics, report, url)),
     )
+
+
+def _empty(pace: Pace) -> Iterator[str]:
+    """Says so when there was nothing to replay, which is no error but seldom what was meant."""
+    if not pace.seen and not pace.stopped:
+        skipped = f", all {pace.trace.skipped} entries were broken" if pace.trace.skipped else ""
+        yield f"{', '.join(map(str, pace.trace.paths)):.200}: no requests were replayed{skipped}; check the trace"
 
 
 def _broken(cache: hicache.EmbeddedCache) -> list[str]:
@@ -188,37 +201,3 @@ def _broken(cache: hicache.EmbeddedCache) -> list[str]:
     except HicacheInternalError as error:
         return [f"broken invariant: {error}"]
     return []
-
-
-def _problems(statistics: hicache.CacheStatistics) -> tuple[str, ...]:
-    """What the cache itself found wrong."""
-    if statistics.internal_errors:
-        return (f"{statistics.internal_errors} internal errors of the cache, which are bugs of hicache; see the log",)
-    return ()
-
-
-def _refused(statistics: hicache.CacheStatistics) -> int:
-    """Pages that storage was given and did not take; those shed before are counted apart."""
-    return statistics.failed_pages.get("put", 0) - statistics.shed_by_reason.get(QUEUE_FULL, 0)
-
-
-def _refusal(statistics: hicache.CacheStatistics) -> str:
-    """Says so when storage took nothing at all: then its place is wrong, or full."""
-    storage, refused = statistics.storage, _refused(statistics)
-    if storage is None or refused <= 0 or statistics.bytes_to_storage or statistics.bytes_from_storage:
-        return ""
-    reasons = ", ".join(sorted(storage.by_reason)) or "unknown"
-    return f"--storage took none of {refused} pages ({reasons}): make room there, or name another place"
-
-
-def _warnings(statistics: hicache.CacheStatistics, report: hicache.CloseReport) -> Iterator[str]:
-    if _refusal(statistics):
-        return  # says it all
-    if report.abandoned_pages:
-        yield f"{report.abandoned_pages} pages were still being written when closing gave up on them"
-    elif not report.complete:
-        yield "closing could not write everything down: a lower tier takes no more"
-    refused = _refused(statistics)
-    if refused > 0 and statistics.storage is not None:
-        counts = ", ".join(f"{reason} {count}" for reason, count in statistics.storage.by_reason.items())
-        yield f"storage did not take {refused} pages (results that were not ok: {counts or 'none'})"

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -24,6 +25,11 @@ if TYPE_CHECKING:
 
 HELP = "drive the cache from a request trace, with every returned byte checked, or repeat a flight recording"
 
+FORMATS = ("auto", "mooncake", "kv-cache-tester")
+EVICTION = ("lru", "lfu", "slru", "priority")
+WRITE_POLICIES = ("write_through", "write_through_selective", "write_back")
+PREFETCH = ("best_effort", "timeout", "wait_complete")
+
 MOST_PAGE_BYTES = 2**30
 MOST_REQUESTS = 2**48
 MOST_PAGE_TOKENS = 32_768  # their bytes have to fit into the header of a stored page
@@ -31,8 +37,19 @@ MOST_PAGE_TOKENS = 32_768  # their bytes have to fit into the header of a stored
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options; sizes: a plain number is pages, a number with a unit (64MiB, 2GiB) is bytes."""
-    parser.add_argument("trace", nargs="+", type=Path, metavar="TRACE", help="traces: files, folders; or a recording")
-    parser.add_argument("--format", default="auto", help="mooncake, kv-cache-tester or auto (default: auto)")
+    parser.add_argument(
+        "trace",
+        nargs="+",
+        type=Path,
+        metavar="TRACE",
+        help="traces: files, folders, or - for what is piped in; or a recording",
+    )
+    parser.add_argument(
+        "--format",
+        default="auto",
+        metavar="|".join(FORMATS),
+        help="of the traces (default: auto, which looks at their content)",
+    )
     parser.add_argument(
         "--device", default="10000", metavar="SIZE", help='pages, bytes with a unit, or "unlimited" (default: 10000)'
     )
@@ -54,20 +71,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="bytes of a page, a unit is allowed; 0 holds no bytes (default: 0)",
     )
-    parser.add_argument("--eviction", default="lru", help="lru, lfu, slru or priority (default: lru)")
+    parser.add_argument(
+        "--eviction", default="lru", metavar="|".join(EVICTION), help="which pages go first (default: lru)"
+    )
     parser.add_argument(
         "--write-policy",
         default="write_through",
-        help="write_through, write_through_selective or write_back (default: write_through)",
+        metavar="|".join(WRITE_POLICIES),
+        help="when pages go down: at once, when used again, when evicted (default: write_through)",
     )
     parser.add_argument(
-        "--prefetch", default="wait_complete", help="best_effort, timeout or wait_complete (default: wait_complete)"
+        "--prefetch",
+        default="wait_complete",
+        metavar="|".join(PREFETCH),
+        help="how long storage is waited for: not at all, for a while, until it has answered (default: wait_complete)",
     )
-    parser.add_argument("--requests", type=int, metavar="N", help="stop after N requests (default: the whole trace)")
+    parser.add_argument("--requests", metavar="N", help="stop after N requests (default: the whole trace)")
     parser.add_argument(
         "--speed", default="max", metavar="max|real|FACTOR", help="as the tiers keep up, as recorded, or times FACTOR"
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="another seed is other content (default: 0)")
+    parser.add_argument("--seed", default="0", metavar="N", help="another seed is other content (default: 0)")
     parser.add_argument("--skip-bad", action="store_true", help="count broken entries of the trace and go on")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
@@ -115,6 +138,10 @@ def read_options(options: argparse.Namespace) -> ReplayOptions:
     from hicache.analytics.run import ReplayOptions
     from hicache.cli.sizes import parse_bytes, parse_pages
 
+    _choice("--eviction", options.eviction, EVICTION)
+    _choice("--write-policy", options.write_policy, WRITE_POLICIES)
+    _choice("--prefetch", options.prefetch, PREFETCH)
+    _choice("--format", options.format, FORMATS)
     page_bytes = parse_bytes(options.page_bytes, option="--page-bytes", most=MOST_PAGE_BYTES)
     unlimited = options.device == "unlimited"
     return ReplayOptions(
@@ -128,9 +155,9 @@ def read_options(options: argparse.Namespace) -> ReplayOptions:
         eviction=options.eviction,
         write_policy=options.write_policy,
         prefetch=options.prefetch,
-        requests=_at_least("--requests", options.requests),
+        requests=None if options.requests is None else _requests(options.requests),
         speed=_speed(options.speed),
-        seed=options.seed,
+        seed=_whole("--seed", options.seed),
     )
 
 
@@ -197,17 +224,29 @@ def _speed(text: str) -> float | None:
     return factor
 
 
-def _at_least(option: str, number: int | None) -> int | None:
-    if number is not None and number < 0:
-        raise ConfigError(f"{option} {number}: cannot be negative; leave it out for the whole trace")
-    if number is not None and number > MOST_REQUESTS:
-        raise ConfigError(f"{option} {number:.3g}: more than any trace has; leave it out for the whole trace")
+def _choice(option: str, text: str, known: Sequence[str]) -> None:
+    if text not in known:
+        raise ConfigError(f"{option} {text:.60}: use one of {', '.join(known)}")
+
+
+def _whole(option: str, text: str) -> int:
+    if re.fullmatch(r"[+-]?[0-9]{1,40}", text) is None:
+        raise ConfigError(f"{option} {text:.60}: is not a whole number; use digits only")
+    return int(text)
+
+
+def _requests(text: str) -> int:
+    number = _whole("--requests", text)
+    if number < 0:
+        raise ConfigError(f"--requests {number}: cannot be negative; leave it out for the whole trace")
+    if number > MOST_REQUESTS:
+        raise ConfigError(f"--requests {number:.3g}: more than any trace has; leave it out for the whole trace")
     return number
 
 
 @contextmanager
 def _stop_on_interrupt() -> Iterator[threading.Event]:
-    """The first Ctrl-C asks to stop between two requests, the second interrupts at once."""
+    """The first Ctrl-C or SIGTERM asks to stop between two requests, the second interrupts at once."""
     stop = threading.Event()
 
     def ask(_number: int, _frame: FrameType | None) -> None:
@@ -218,8 +257,9 @@ def _stop_on_interrupt() -> Iterator[threading.Event]:
     if threading.current_thread() is not threading.main_thread():  # only there may a handler be set
         yield stop
         return
-    before = signal.signal(signal.SIGINT, ask)
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield stop
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

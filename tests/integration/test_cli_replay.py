@@ -106,7 +106,7 @@ def test_another_seed_shares_nothing(small_trace: Path, tmp_path: Path) -> None:
 
 def test_folder_stays_within_its_capacity(small_trace: Path, tmp_path: Path) -> None:
     capacity, in_flight = 2 * 2**20, 2**20
-    sizes = ["--device", "200", "--host", "300", "--storage", f"file://{tmp_path}/store?capacity={capacity}"]
+    sizes = ["--device", "300", "--host", "300", "--storage", f"file://{tmp_path}/store?capacity={capacity}"]
     result = replay(small_trace, *sizes, "--page-bytes", "4096", "--requests", "100")
     assert result["bytes_to_storage"] > capacity
     assert files_below(tmp_path / "store") <= capacity + in_flight
@@ -131,7 +131,11 @@ def test_pages_of_tokens(small_trace: Path, tmp_path: Path, page: str, requests:
 def test_nothing_to_replay_is_fine(tmp_path: Path, text: str) -> None:
     trace = tmp_path / "trace.jsonl"
     trace.write_text(text)
-    result = replay(trace)
+    done = hicache("replay", trace, "--json")
+    assert done.returncode == 0
+    warning = "" if "{" in text else f"hicache: {trace}: no requests were replayed; check the trace\n"
+    assert done.stderr == warning  # it passes, but not silently: a script has seldom meant it
+    result = json.loads(done.stdout)
     assert result["pages_asked"] == 0
     assert result["hit_rate_pages"] == result["hit_rate_tokens"] == 0
     assert hicache("replay", trace).returncode == 0
@@ -155,7 +159,18 @@ BAD_OPTIONS = {
     "no device": (["--device", "0"], "--device 0"),
     "absurd device": (["--device", "1000000000000"], "--device 1000000000000"),
     "absurd host": (["--host", "9999EiB", "--page-bytes", "4096"], "--host"),
-    "device size is no size": (["--device", "lots"], "--device"),
+    "device size is no size": (["--device", "lots"], "--device lots: is not a number with a unit"),
+    "unlimited host": (["--host", "unlimited"], "--host unlimited: only --device"),
+    "requests are no number": (["--requests", "ten"], "--requests ten: is not a whole number"),
+    "seed is no number": (["--seed", "1.5"], "--seed 1.5: is not a whole number"),
+    "storage room for less than a page": (
+        ["--storage", "memory://?capacity=1000", "--host", "10", "--page-bytes", "4096", "--device", "10"],
+        "--storage memory://?capacity=1000: its capacity of 1000 B is less than one page",
+    ),
+    "storage without slashes": (
+        ["--storage", "file:s2", "--host", "10", "--page-bytes", "4096", "--device", "10"],
+        "lacks '//'",
+    ),
     "device bytes without page bytes": (["--device", "1GiB"], "--page-bytes"),
     "less than a page": (["--device", "1KiB", "--page-bytes", "4096"], "needs at least 1 page"),
     "unlimited bytes": (["--device", "unlimited", "--page-bytes", "4096"], "--device unlimited"),
@@ -164,14 +179,14 @@ BAD_OPTIONS = {
     "page size is no number": (["--page-size", "big"], "--page-size big"),
     "page size 0": (["--page-size", "0"], "--page-size 0"),
     "page size does not divide": (["--page-size", "100"], "use 64"),
-    "unknown eviction": (["--eviction", "random"], "random"),
-    "unknown write policy": (["--write-policy", "sometimes"], "sometimes"),
-    "unknown prefetch": (["--prefetch", "maybe"], "maybe"),
+    "unknown eviction": (["--eviction", "random"], "--eviction random: use one of lru, lfu, slru, priority"),
+    "unknown write policy": (["--write-policy", "sometimes"], "--write-policy sometimes: use one of"),
+    "unknown prefetch": (["--prefetch", "maybe"], "--prefetch maybe: use one of"),
     "negative requests": (["--requests", "-3"], "--requests -3"),
     "absurd requests": (["--requests", "1" + "0" * 30], "--requests 1e+30"),
     "speed 0": (["--speed", "0"], "--speed 0"),
     "speed is NaN": (["--speed", "nan"], "--speed nan"),
-    "unknown format": (["--format", "csv"], "csv"),
+    "unknown format": (["--format", "csv"], "--format csv: use one of"),
     "storage without host": (["--storage", "memory://", "--page-bytes", "4096"], "--host"),
     "storage without bytes": (["--storage", "memory://", "--host", "10"], "--page-bytes"),
     "unknown scheme": (
@@ -228,10 +243,12 @@ def test_bad_folder_is_one_line_and_left_alone(small_trace: Path, tmp_path: Path
 
 def test_storage_that_takes_nothing_is_bad_input(small_trace: Path) -> None:
     options = ["--host", "100", "--device", "100", "--page-bytes", "4096", "--requests", "5", "--json"]
-    done = hicache("replay", small_trace, *options, "--storage", "memory://?capacity=100B")
+    # Room for the page by itself and a short header, not for the header that it gets.
+    done = hicache("replay", small_trace, *options, "--storage", "memory://?capacity=4170B")
     assert done.returncode == 2
-    assert "--storage took none of" in done.stderr
+    assert "--storage memory://?capacity=4170B: took none of" in done.stderr
     assert "too_large" in done.stderr
+    assert "raise it" in done.stderr
     assert done.stderr.count("\n") == 1
     assert json.loads(done.stdout)["requests"] == 5  # what was reached is not lost
 
