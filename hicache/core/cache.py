@@ -364,6 +364,19 @@ class Core:
         del self._trees[tree.namespace]
         return self.tree(tree.namespace, width=tree.width, hasher=tree.hasher, generation=generation)
 
+    def discard(self, tree: HiRadixTree) -> bool:
+        """Forget a tree that holds nothing and that nobody uses, so that idle namespaces cost no memory.
+
+        Returns whether it was forgotten; its namespace gets a new tree at its next use. O(open requests).
+        """
+        in_use = tree.root.children or any(lease.tree is tree for lease in self._leases)
+        if not tree.live or in_use or any(transfer.tree is tree for transfer in self.log.open.values()):
+            return False
+        tree.live = False
+        self.registry.leave(tree.root)
+        del self._trees[tree.namespace]
+        return True
+
     def detach_storage(self) -> None:
         """There is no STORAGE from now on: nothing is fetched, put or touched, and no match finds anything there.
 

@@ -222,6 +222,11 @@ class RecordedCore(Core):
         self.note("detach_storage")
         self._act(super().detach_storage)
 
+    def discard(self, tree: HiRadixTree) -> bool:
+        """See `Core.discard`."""
+        self.note("discard", self._trees_by[tree])
+        return self._act(super().discard, tree)
+
     def forget_storage(self, nodes: int = FORGET_NODES) -> bool:
         """See `Core.forget_storage`."""
         self.note("forget_storage", nodes)

@@ -34,6 +34,7 @@ _OPERATIONS: Final = frozenset(
         "flush",
         "drain",
         "clear",
+        "discard",
         "detach_storage",
         "forget_storage",
         "attach_storage",
@@ -179,6 +180,9 @@ class Replayer:
 
     def _detach_storage(self) -> None:
         self.core.detach_storage()
+
+    def _discard(self, number: int) -> None:
+        self.core.discard(self._trees[number])
 
     def _forget_storage(self, nodes: int) -> None:
         self.core.forget_storage(nodes)
