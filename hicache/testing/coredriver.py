@@ -381,7 +381,8 @@ class CoreDriver:
 
     def _forget(self) -> None:
         self.core.forget_storage(self._choices.integer(1, 4))
-        self.seen["discarded"] = self.seen.get("discarded", 0) + sum(map(self.core.discard, self.core.trees))
+        if any([self.core.discard(tree) for tree in self.core.trees]):
+            self._note("discarded")
 
     # ---- transfers
 
