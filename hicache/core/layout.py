@@ -72,7 +72,7 @@ class KVGeometry:
         *,
         kv_heads: int,
         head_dim: int,
-        dtype: str,
+        dtype: Any,
         head_group: int | None = None,
         layer_partition: int | None = None,
         row_bytes: int | None = None,
@@ -104,7 +104,7 @@ class KVGeometry:
         *,
         latent_dim: int,
         rope_dim: int,
-        dtype: str,
+        dtype: Any,
         layer_partition: int | None = None,
         row_bytes: int | None = None,
     ) -> KVGeometry:
