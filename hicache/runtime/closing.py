@@ -17,6 +17,7 @@ GRACE = 0.5
 """Real seconds that threads get to end although the deadline has passed: those that are idle need almost none."""
 
 _DOWN = (TransferKind.WRITE, TransferKind.WRITE_BACK, TransferKind.PUT)
+_AWAITED = (*_DOWN, TransferKind.TOUCH)  # a touch may find what is to be written again
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +126,7 @@ def _pages_down(parts: Parts) -> int:
 
 def _wait_for_writes(parts: Parts, end: float) -> bool:
     reducer = parts.reducer
-    while any(transfer.kind in _DOWN for transfer in reducer.transfers.values()):
+    while any(transfer.kind in _AWAITED for transfer in reducer.transfers.values()):
         left = end - parts.clock.now()
         if left <= 0:
             return False

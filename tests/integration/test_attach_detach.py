@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -301,7 +302,7 @@ def test_under_load_it_may_come_and_go_all_the_time() -> None:
         def work(number: int) -> None:
             engine = FakeEngine(cache)
             try:
-                for i in range(400):
+                for i in itertools.count():
                     if over.is_set():
                         break
                     engine.run([*heads[i % 4], *prompt(number * 1000 + i % 7, 16)], tenant=str(i % 2))
@@ -313,6 +314,8 @@ def test_under_load_it_may_come_and_go_all_the_time() -> None:
             thread.start()
         try:
             for i in range(20):
+                requests = cache.statistics().requests
+                _until(lambda requests=requests: cache.statistics().requests > requests + 10)  # type: ignore[misc]
                 cache.detach_storage(deadline=30.0, force=i % 2 == 0)
                 cache.attach_storage(stores[(i + 1) % 2])
                 cache.check()
