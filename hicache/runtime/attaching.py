@@ -7,6 +7,7 @@ import threading
 from dataclasses import dataclass
 
 from hicache.clock import Clock
+from hicache.core.transfers import TransferKind
 from hicache.errors import ConfigError, StorageError
 from hicache.records import Tier
 from hicache.runtime.arguments import storage_of
@@ -70,6 +71,8 @@ def detach(parts: Parts, pump: Pump | None, *, end: float, force: bool) -> Detac
         raise ConfigError("detach: no storage is attached")
     with reducer.lock:
         reducer.settle()
+        if not force:
+            _let_copies_end(parts, end)
         storage.changed(attached=False)  # from now on nothing is begun
         failed = 0
         try:
@@ -149,6 +152,16 @@ def under_way(parts: Parts) -> int:
     """Pages of transfers to or from storage that have not ended. The reducer's lock is held."""
     running = parts.executor.running.values()
     return sum(transfer.count for transfer in running if Tier.STORAGE in transfer.kind.value)
+
+
+def _let_copies_end(parts: Parts, end: float) -> None:
+    """Wait for the write-backs that are under way: what they bring down may still go to storage."""
+    reducer = parts.reducer
+    begun = {number for number, transfer in reducer.transfers.items() if transfer.kind is TransferKind.WRITE_BACK}
+    while not begun.isdisjoint(reducer.transfers) and (left := end - parts.clock.now()) > 0:
+        reducer.wait(left)
+    if not begun.isdisjoint(reducer.transfers):
+        raise StorageError("detach: pages on their way down had not arrived: give it more time, or force=True")
 
 
 def _wait(parts: Parts, end: float) -> None:

@@ -97,6 +97,13 @@ class CacheStatistics:
     canary: str
     degraded: tuple[str, ...]
 
+    @property
+    def idle(self) -> bool:
+        """No request is open, and nothing is under way in any direction."""
+        queues = (queue for queue in (self.reads, self.writes) if queue is not None)
+        busy = any(queue.waiting or queue.running or queue.hung for queue in queues)
+        return not (self.open_requests or self.core.transfers or busy)
+
     def __str__(self) -> str:
         """A few lines for people."""
         return summary(self)

@@ -93,8 +93,9 @@ class Upkeep:
     def detach_storage(self, deadline: float = 5.0, *, force: bool = False) -> DetachReport:
         """Take the storage away; the tiers above go on. Requests may be open, and new ones begin meanwhile.
 
-        From its beginning on nothing new is read from storage or written to it, and what was under way is waited for.
-        Pages that were not written yet are kept as without storage; call `flush` before, to write them. Afterwards
+        What is on its way to storage or from it is waited for, and pages that are being copied to HOST still get
+        there; nothing new is begun. Other pages that were not written yet are kept as without storage: call `flush`
+        before, to write them. Afterwards
         nothing is believed of what storage has, and `attach_storage` may give another one, or the same.
 
         Args:

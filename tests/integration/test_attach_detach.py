@@ -14,9 +14,10 @@ from hicache.records import MissReason
 from hicache.storage.base import StorageBackend
 from hicache.storage.memory import MemoryBackend
 from hicache.testing.clock import ManualClock
-from hicache.testing.engine import FakeEngine, prompt, small_namespace
+from hicache.testing.engine import FakeEngine, prompt, small_namespace, small_pool
 from hicache.testing.faults import FaultyStorage, delay
 from hicache.testing.gates import Gate
+from hicache.testing.memory import FaultyDevicePool
 
 pytestmark = pytest.mark.case("THR-5")
 
@@ -249,6 +250,25 @@ def test_by_force_with_a_deadline_what_comes_back_in_time_leaves_nothing_behind(
         assert (report.stuck_pages, report.stuck_calls) == (0, 0)
         assert report.failed_pages > 0
         end()
+        _at_rest(cache)
+
+
+def test_copies_on_their_way_down_still_reach_the_storage_or_it_is_refused() -> None:
+    namespace, storage, clock, gate = small_namespace(), MemoryBackend(), ManualClock(), Gate()
+    pool = FaultyDevicePool(small_pool(namespace, 64), gate=gate)
+    with _open(storage, device=pool, clock=clock) as cache:
+        FakeEngine(cache).run(prompt(1, 41))
+        assert not cache.statistics().idle
+        with pytest.raises(hicache.StorageError, match="on their way down"):
+            cache.detach_storage(deadline=0.0)
+        thread = threading.Thread(target=cache.detach_storage, args=(60.0,))
+        thread.start()
+        clock.until_waiting()
+        gate.open()
+        thread.join(60)
+        _until(lambda: cache.statistics().idle)
+        assert cache.statistics().degraded == ("storage: detached",)
+        assert storage.statistics().objects == 40
         _at_rest(cache)
 
 

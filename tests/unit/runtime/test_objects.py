@@ -13,6 +13,7 @@ from hicache.core.partition import ShardPlan, plan_shards
 from hicache.core.prompt import PageIdentity
 from hicache.memory.host import MmapHostPool
 from hicache.records import PageResult
+from hicache.runtime import objects
 from hicache.runtime.objects import PageObjects
 from hicache.storage.base import StorageBackend
 from hicache.storage.memory import MemoryBackend
@@ -234,3 +235,38 @@ def test_bytes_come_back_bit_for_bit_in_any_order_of_slots() -> None:
     assert reader.objects.read(_transfer(pages, target_slots=np.array(order, np.int64))) == [OK] * 6
     for page, slot in enumerate(order):
         assert np.array_equal(reader.host.page(slot), whole[page])
+
+
+# ---- touching
+
+
+def test_a_touch_goes_page_by_page_with_the_anchor_last() -> None:
+    storage = FaultyStorage(MemoryBackend())
+    rank = _whole(storage)
+    pages = [_identity(i) for i in (2, 1, 0)]
+    assert rank.objects.write(_transfer(list(reversed(pages)))) == [OK] * 3
+    assert rank.objects.touch(_transfer(pages)) == [OK] * 3
+    ((_, keys),) = [call for call in storage.calls if call[0] == "touch"]
+    shards = len(rank.plan.parts)
+    assert [key.page_hash for key in keys[::shards]] == [page.hash for page in pages]
+    assert {key.shard for key in keys[shards - 1 :: shards]} == {rank.plan.anchor}
+    assert len(set(keys)) == 3 * shards
+
+
+def test_a_page_that_lacks_any_shard_is_gone_and_the_others_are_not() -> None:
+    storage = MemoryBackend()
+    rank = _whole(storage)
+    pages = [_identity(i) for i in range(3)]
+    rank.objects.write(_transfer(pages))
+    storage.delete([next(key for key in storage._entries if key.page_hash == pages[1].hash)])
+    assert rank.objects.touch(_transfer(pages)) == [OK, GONE, OK]
+
+
+def test_where_storage_cannot_tell_a_touch_has_failed_from_there_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(objects, "TOUCH_OBJECTS", 1)  # a page a call
+    storage = FaultyStorage(MemoryBackend())
+    rank = _whole(storage)
+    pages = [_identity(i) for i in range(4)]
+    rank.objects.write(_transfer(pages))
+    storage.script("touch", None, fail(OSError("frozen")))
+    assert rank.objects.touch(_transfer(pages)) == [OK, FAILED, FAILED, FAILED]

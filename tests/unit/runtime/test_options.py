@@ -30,6 +30,12 @@ def test_defaults_are_valid() -> None:
         ("longest_wait", float("nan"), "longest_wait=nan"),
         ("longest_wait", -1.0, "longest_wait=-1.0"),
         ("absent_seconds", "1", "absent_seconds='1'"),
+        ("call_timeout", 0, "call_timeout=0"),
+        ("probe_seconds", -1.0, "probe_seconds=-1"),
+        ("max_hung", 0, "max_hung=0"),
+        ("generation_seconds", 0.0, "generation_seconds=0"),
+        ("touch_seconds", 0.0, "touch_seconds=0"),
+        ("touch_seconds", "soon", "touch_seconds='soon'"),
         ("write_bound", Bound(bytes=0, requests=1), "write_bound.bytes=0"),
         ("copy_bound", Bound(bytes=1, requests=0), "copy_bound.requests=0"),
     ],
@@ -37,6 +43,14 @@ def test_defaults_are_valid() -> None:
 def test_what_cannot_work_is_named(name: str, value: object, text: str) -> None:
     with pytest.raises(ConfigError, match=text.replace("(", r"\(")):
         Options(**{name: value})  # type: ignore[arg-type]
+
+
+def test_how_often_a_path_is_touched_depends_on_how_long_objects_live() -> None:
+    assert Options().touches(None) == 60.0
+    assert Options().touches(100.0) == 60.0
+    assert Options().touches(3600.0) == 900.0
+    assert Options(touch_seconds=5.0).touches(3600.0) == 5.0
+    assert Options(touch_seconds=None).touches(3600.0) is None
 
 
 def test_write_policies_by_name_pair_and_value() -> None:
