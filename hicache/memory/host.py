@@ -13,7 +13,7 @@ import numpy as np
 from hicache.errors import CacheClosed, ConfigError, GeometryError
 from hicache.memory.base import POISON, Bytes, HostPool, Slots
 from hicache.memory.limits import check_memory
-from hicache.units import LARGEST_SIZE, format_size
+from hicache.units import LARGEST_SIZE, format_size, whole_number
 
 __all__ = ["PAGE_ALIGNMENT", "MmapHostPool"]
 
@@ -102,9 +102,10 @@ class MmapHostPool(HostPool):
             self.fd = -1
 
     def _checked(self, slot: int) -> int:
-        if not 0 <= slot < self.slots:
-            raise GeometryError(f"host slot {slot} does not exist: the pool has {self.slots}")
-        return slot
+        number = slot if type(slot) is int else whole_number(slot)
+        if number is None or not 0 <= number < self.slots:
+            raise GeometryError(f"host slot {slot!r:.40} does not exist: the pool has {self.slots}")
+        return number
 
 
 def _positive(value: int, what: str) -> int:

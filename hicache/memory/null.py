@@ -20,6 +20,7 @@ from hicache.memory.base import Bytes, Copy, CopyEngine, CopyStatistics, DeviceP
 from hicache.memory.watcher import look
 from hicache.memory.writer import READY, WriterEvent
 from hicache.records import PageResult
+from hicache.units import whole_number
 
 __all__ = ["NullCopyEngine", "NullDevicePool", "NullHostPool"]
 
@@ -94,8 +95,9 @@ class NullDevicePool(DevicePool):
     def write_page(self, slot: int, data: bytes | bytearray | memoryview | npt.NDArray[Any]) -> None:
         """Take a page of no bytes."""
         _check(slot, self.slots)
-        if len(data):
-            raise GeometryError(f"pages of a simulation have no bytes, {len(data)} were given")
+        given: object = data
+        if not isinstance(given, (bytes, bytearray, memoryview, np.ndarray)) or len(given):
+            raise GeometryError(f"pages of a simulation have no bytes: give b'', not {data!r:.40}")
 
     def poison(self, slots: Slots) -> None:
         """Nothing to fill."""
@@ -222,5 +224,6 @@ class NullCopyEngine(CopyEngine):
 
 
 def _check(slot: int, slots: int | None) -> None:
-    if slot < 0 or (slots is not None and slot >= slots):
-        raise GeometryError(f"slot {slot} does not exist: the pool has {slots}")
+    number = whole_number(slot)
+    if number is None or number < 0 or (slots is not None and number >= slots):
+        raise GeometryError(f"slot {slot!r:.40} does not exist: the pool has {slots}")

@@ -109,7 +109,7 @@ class EmbeddedCache(Upkeep):
             deadline: seconds from now for probing, prefetching and loading together; None leaves it to the options.
             logits: whether the engine must compute at least the prompt's last token, so that never all of it may come
                 from the cache.
-            priority: of the pages it uses, for the policy `priority`.
+            priority: of the pages it uses, -2^31 to 2^31-1, for the policy `priority`: the smallest go first.
             adapter: LoRA; one without a digest goes past the cache.
             tenant: who may share the pages.
             salt: a further separation, as an engine's cache_salt.
@@ -119,7 +119,9 @@ class EmbeddedCache(Upkeep):
             The request; close it, best by `with`.
 
         Raises:
-            InvalidInput: what is no token id, a negative deadline, an adapter, tenant or salt that names nothing.
+            InvalidInput: what is no token id; a negative deadline; a priority that is no integer of 32 bits; an
+                adapter, tenant or salt that names nothing; extras that overlap or end behind the prompt. Nothing was
+                taken then.
             CacheClosed: the cache is closed.
         """
         self.check_open()

@@ -11,6 +11,8 @@ import torch
 from hicache.core.layout import KVGeometry
 from hicache.errors import ConfigError, GeometryError, InvalidInput, OutOfSlots
 from hicache.memory.device import TensorDevicePool
+from hicache.memory.host import MmapHostPool
+from hicache.memory.null import NullDevicePool, NullHostPool
 
 LAYERS, TOKENS, SLOTS, ROW = 4, 8, 6, 24
 SIZE = SLOTS * TOKENS * ROW  # elements of one layer
@@ -146,3 +148,15 @@ def test_too_few_slots_name_what_helps() -> None:
 def test_memory_is_checked_with_numbers_of_numpy_too() -> None:
     with pytest.raises(ConfigError, match="does not fit"):
         TensorDevicePool.allocate(mla(), page_size=TOKENS, slots=np.int64(2**45))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("slot", [1.0, "1", None, True, 2])
+def test_slots_of_other_pools_are_integers_too(slot: object) -> None:
+    host = MmapHostPool(2, 64)
+    for pool_page in (host.page, NullHostPool(2).page, NullDevicePool(2).read_page):
+        with pytest.raises(GeometryError, match="does not exist: the pool has 2"):
+            pool_page(slot)  # type: ignore[operator]
+    assert host.page(np.int64(1)).nbytes == 64  # type: ignore[arg-type]
+    host.close()
+    with pytest.raises(GeometryError, match="have no bytes"):
+        NullDevicePool(2).write_page(0, "x")  # type: ignore[arg-type]
