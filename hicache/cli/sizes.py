@@ -30,7 +30,7 @@ def parse_pages(text: str, *, option: str, page_bytes: int, least: int) -> int:
     elif text == "unlimited":
         raise ConfigError(f"{option} {text}: only --device can be without limit; give pages, or a size such as 2GiB")
     else:
-        size = _size(text, option=option)
+        size = _size(text, option=option, more="; a plain number is pages")
         if page_bytes == 0:
             raise ConfigError(f"{option} {text}: pages hold no bytes here (--page-bytes 0), give a number of pages")
         pages = size // page_bytes
@@ -54,10 +54,10 @@ def parse_bytes(text: str, *, option: str, most: int) -> int:
     return size
 
 
-def _size(text: str, *, option: str) -> int:
+def _size(text: str, *, option: str, more: str = "") -> int:
     if text.strip().startswith("-"):
         raise ConfigError(f"{option} {text:.40}: a size cannot be negative")
     try:
         return parse_size(text)
     except ConfigError as error:
-        raise ConfigError(f"{option} {text:.40}: {str(error).removeprefix(f'size {text!r:.60} ')}") from None
+        raise ConfigError(f"{option} {text:.40}: {str(error).removeprefix(f'size {text!r:.60} ')}{more}") from None
