@@ -14,7 +14,7 @@ from .parts import Parts
 
 __all__ = ["Keeper"]
 
-_RECOUNT_AFTER: Final = 60.0
+_SCAN_SHARE: Final = 10  # of its time the thread spends at most one part in so many on scans
 _LEARN_SHARE: Final = 4  # what others have put since the last scan, as a share of the capacity, that is worth one
 _RETRY_TRIM: Final = 30.0
 
@@ -169,9 +169,10 @@ class Keeper:
 
     def _count(self) -> None:
         """Scan the folder, and put the books right if nobody came or went meanwhile."""
-        self._recount_at = self._now() + _RECOUNT_AFTER
+        start = self._now()
         before = self._accounts.begin_count()
         seen = self._janitor.scan(sweeping=self._election.elected)
+        self._recount_at = self._now() + max(_SCAN_SHARE * (self._now() - start), 5 * self._refresh)
         if seen is None or before is None:
             return
         self._learned = sum(account.settled for account in before.others.values())
