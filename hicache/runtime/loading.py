@@ -154,7 +154,10 @@ class Loader:
             if pages:
                 explores = True
                 reducer.core.load(lease, lease.device + pages)
-        if lease.waiting and not explores:
+        if lease.waiting and explores and lease.start is None:
+            # What still comes is not for this request: its own pages begin here, as it will be told.
+            reducer.core.allocate(lease, 0)
+        elif lease.waiting and not explores:
             reducer.core.withdraw_interest(lease)
         reducer.settle()
         return decision
