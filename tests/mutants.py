@@ -294,7 +294,13 @@ RUNTIME_MUTANTS = (
     runtime(
         "what came too late is not withdrawn",
         "loading.py",
-        "        if lease.waiting and not explores:\n",
+        "        elif lease.waiting and not explores:\n",
+        "        elif False:\n",
+    ),
+    runtime(
+        "pages that come after load has answered move the request's own",
+        "loading.py",
+        "        if lease.waiting and explores and lease.start is None:\n",
         "        if False:\n",
     ),
     runtime(

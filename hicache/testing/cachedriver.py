@@ -93,7 +93,8 @@ class CacheDriver(DriverFrame):
         if not fresh and engine.loaded is not None:
             require(slots.tolist() == engine.loaded, "load found more behind private slots")
         life.check_loaded(engine, slots)
-        require(not lease.waiting or not fresh, "load left something that the request waits for")
+        explores = life.parts.options.prefill_tokens_per_second is not None  # then it may go on, to learn from it
+        require(not lease.waiting or not fresh or explores, "load left something that the request waits for")
         if fresh and len(slots):
             self._note("loaded")
         if fresh and len(slots) > lease.match.device:

@@ -76,6 +76,9 @@ def any_options(choices: Choices) -> dict[str, Any]:
         "read_bound": bound(),
         "write_bound": bound(),
         "copy_bound": bound(),
+        "touch_seconds": pick("auto", None, 0.5),
+        "generation_seconds": pick(None, 1.0),
+        "prefill_tokens_per_second": pick(None, None, 8.0),
     }
 
 
