@@ -351,8 +351,7 @@ class CoreDriver:
             return
         tree = self._tree(self._choices.integer(0, len(self._hashers) - 1))
         generation = tree.generation + self._choices.integer(1, 3) if self._one_in(2) else None
-        after = self.core.clear(tree, generation)
-        assert after.generation == (tree.generation + 1 if generation is None else generation)
+        assert self.core.clear(tree, generation).generation == (generation or tree.generation + 1)
         self._note("clear")
 
     def _lose_stored(self) -> None:
@@ -381,7 +380,8 @@ class CoreDriver:
 
     def _forget(self) -> None:
         self.core.forget_storage(self._choices.integer(1, 4))
-        if any([self.core.discard(tree) for tree in self.core.trees]):
+        self.core.drop(self._tree(self._choices.integer(0, len(self._hashers) - 1)))
+        if any(self.core.discard(tree) for tree in self.core.trees):
             self._note("discarded")
 
     # ---- transfers
