@@ -85,8 +85,7 @@ class CoreDriver:
             prompt = self._pick(self._prompts)
         else:
             which = self._choices.integer(0, len(self._hashers) - 1)
-            pages = self._choices.integer(0, 10)
-            # Few symbols and many zeros: prompts that share much and part anywhere.
+            pages = self._choices.integer(0, 10)  # few symbols, many zeros: prompts part anywhere
             symbols = [self._choices.integer(0, self._alphabet - 1) if self._one_in(2) else 0 for _ in range(pages)]
             prompt = Prompt(b"".join(s.to_bytes(2, "little") for s in symbols), 2, self._hashers[which])
             self._prompts = [*self._prompts, prompt][-12:]
