@@ -95,12 +95,15 @@ class Root:
             os.makedirs(self.path, mode=0o700, exist_ok=True)
             self._device = fs.lstat(self.path).st_dev
             self.fan_out: Final = self._open_marker(capacity)
-            self._announce()
+            if self._lock is None:
+                self._announce()
         except ConfigError:
+            self.leave()
             raise
         except (FileExistsError, NotADirectoryError):
             raise ConfigError(f"file storage: {path!r} is not a folder: name a folder") from None
         except OSError as error:
+            self.leave()
             raise ConfigError(
                 f"file storage: folder {path!r} cannot be used ({error.strerror}): name a writable folder with space"
             ) from error
@@ -122,8 +125,8 @@ class Root:
         try:
             if self._fs.lstat(self.path).st_dev != self._device or self._others():
                 return False
-            self._write_marker(self.fan_out)
             self._announce()
+            self._write_marker(self.fan_out)
         except OSError:
             return False
         return True
@@ -183,8 +186,8 @@ class Root:
                     f"file storage: folder {self.path!r} belongs to another program (it has {others[0]!r} and no "
                     f"{MARKER}): name an empty or absent folder"
                 ) from None
-            self._write_marker(_fan_out(capacity))
-            self.created = True
+            self._announce()  # first, so that nobody takes the marker's temporary file for a dead writer's
+            self.created = self._write_marker(_fan_out(capacity))
             content = self._read(f"{self.path}/{MARKER}")
         return self._parse_marker(content)
 
@@ -203,23 +206,31 @@ class Root:
             raise ConfigError(f"{where} is damaged: restore it, or remove the whole folder")
         return fan_out
 
-    def _write_marker(self, fan_out: int) -> None:
+    def _write_marker(self, fan_out: int) -> bool:
+        """Make the marker; False if another process was faster."""
         content = json.dumps({"format": FORMAT, "program": "hicache", "fan_out": fan_out}).encode() + b"\n"
         ours, path = self.temp_path(self.path), f"{self.path}/{MARKER}"
         replace_file(self._fs, ours, content, temp=self.temp_path(self.path))
         try:
-            self._fs.link(ours, path)  # unlike rename, does not replace what another process has just made
+            self._fs.rename_new(ours, path)
         except FileExistsError:
-            pass
-        except OSError:
-            self._fs.rename(ours, path)  # no hard links here
-            return
-        self._fs.unlink(ours)
+            self._fs.unlink(ours)
+            return False
+        return True
 
     def _others(self) -> list[str]:
         """Names in the folder that are neither ours nor of the file system itself."""
         names = [entry.name for entry in self._fs.scandir(self.path)]
-        return sorted(n for n in names if n not in ("lost+found", MARKER) and temp_writer(n) is None)
+        ours = {"lost+found", MARKER, *self._beginnings()}
+        return sorted(name for name in names if name not in ours and temp_writer(name) is None)
+
+    def _beginnings(self) -> list[str]:
+        """The writers' folder, if nothing else is in it: another process is making this root at the same moment."""
+        try:
+            locks = self._fs.scandir(f"{self.path}/{WRITERS}")
+        except OSError:
+            return []
+        return [WRITERS] if all(_TOKEN_LOCK.fullmatch(entry.name) for entry in locks) else []
 
     def _announce(self) -> None:
         with contextlib.suppress(FileExistsError):

@@ -94,8 +94,8 @@ class Crew:
                 os.kill(pid, signal.SIGCONT)
 
     def close(self) -> None:
-        for pid in list(self.alive):
-            self.kill(pid)
+        for pid in self.alive:
+            os.kill(pid, signal.SIGKILL)
         assert self.server.stdin is not None
         assert self.server.stdout is not None
         self.server.stdin.close()
