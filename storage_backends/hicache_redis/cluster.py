@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 from redis import cluster
 from redis.exceptions import RedisClusterException, RedisError
@@ -16,6 +16,9 @@ from .topology import Groups, Pools, SentinelPrimary, SingleServer, Topology
 from .trouble import Trouble, reason_of_error
 
 __all__ = ["ClusterNodes", "make_topology"]
+
+REDRAW_SECONDS: Final = 1.0
+_PATIENCE: Final = 10.0
 
 # redis-py has types for some parts, and for others in each version: for the checker these classes are anything.
 _Cluster: Any = cluster.RedisCluster
@@ -44,6 +47,9 @@ class ClusterNodes:
         self._lock = threading.Lock()
         self._client: Any = None
         self._stale = False
+        self._now = now
+        self._drawn_at = 0.0
+        self._drawing: threading.Thread | None = None
 
     def group(self, names: Sequence[bytes], deadline: Deadline) -> Groups:
         """See `Topology`."""
@@ -71,9 +77,12 @@ class ClusterNodes:
 
     def close(self) -> None:
         """See `Topology`."""
-        self._pools.close()
         with self._lock:
             client, self._client = self._client, None
+            drawing = self._drawing
+        if drawing is not None:
+            drawing.join(_PATIENCE)
+        self._pools.close()
         if client is not None:
             client.close()
 
@@ -89,37 +98,51 @@ class ClusterNodes:
 
     def _connected(self, deadline: Deadline) -> Any:
         client = self._client
-        if client is not None and not self._stale:
-            return client
+        if client is None:
+            return self._connect(deadline)
+        if self._stale:
+            self._draw_again(client)
+        return client
+
+    def _connect(self, deadline: Deadline) -> Any:
         deadline.check()
+        self._gate.enter()
         try:
-            self._gate.enter()
-        except Trouble:
-            if client is not None:
-                return client  # the old map, while another caller draws the new one or it is too soon
-            raise
-        try:
-            return self._draw(client)
+            client = self._open()
         except (OSError, RedisError, RedisClusterException) as error:
             reason = reason_of_error(error.__cause__ or error)
             self._gate.failed(reason)
-            if client is not None:
-                return client
             raise Trouble(reason) from error
         except BaseException:
             self._gate.worked()
             raise
-
-    def _draw(self, client: Any) -> Any:
-        if client is None:
-            client = self._open()
-            with self._lock:
-                self._client = client
-        else:
-            client.nodes_manager.initialize()
-        self._stale = False
         self._gate.worked()
-        return client
+        with self._lock:
+            if self._client is None:
+                self._client, self._drawn_at = client, self._now()
+                return client
+            known = self._client
+        client.close()  # another caller was faster
+        return known
+
+    def _draw_again(self, client: Any) -> None:
+        """Have the map drawn anew in a thread, since asking nodes in trouble takes time that calls do not have."""
+        with self._lock:
+            if self._drawing is not None or self._client is not client or self._now() - self._drawn_at < REDRAW_SECONDS:
+                return
+            self._stale = False
+            self._drawn_at = self._now()
+            self._drawing = threading.Thread(target=self._draw, args=(client,), name="hicache-redis-slots", daemon=True)
+            self._drawing.start()
+
+    def _draw(self, client: Any) -> None:
+        try:
+            client.nodes_manager.initialize()
+        except (OSError, RedisError, RedisClusterException):
+            self._stale = True  # the old map stays; the next call that finds it wrong tries again
+        finally:
+            with self._lock:
+                self._drawing = None
 
     def _open(self) -> Any:
         settings = self._settings

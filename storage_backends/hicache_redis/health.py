@@ -66,7 +66,10 @@ class Health:
         except (*_ERRORS, Trouble) as error:
             if reason := explain(self._settings, error):
                 raise ConfigError(reason) from None
-            told.append(f"cannot be reached now ({reason_of_error(error)}): going on without it, and trying again")
+            hint = "; does this port speak TLS?" if self._settings.tls is not None else ""
+            told.append(
+                f"cannot be reached now ({reason_of_error(error)}): going on without it, and trying again{hint}"
+            )
         self.warnings = tuple(told)
         for line in told:
             _log.warning("%s: %s", self._settings.shown, line)
@@ -153,10 +156,12 @@ class Health:
     def _probe(self, client: Any) -> None:
         """The commands that are needed, on a key that is not there: what the user may not do is told now."""
         name = f"{self._settings.prefix}:probe"
-        client.get(name)
-        client.exists(name)
-        client.touch(name)
-        client.unlink(name)
+        for verb in ("GET", "EXISTS", "TOUCH", "UNLINK"):
+            try:
+                client.execute_command(verb, name)
+            except errors.ResponseError as error:  # a replica refuses the last one, which was told already
+                if explain(self._settings, error):
+                    raise
 
 
 def _shown(address: Address) -> str:

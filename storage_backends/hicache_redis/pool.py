@@ -20,6 +20,8 @@ from .trouble import Trouble, reason_of_error
 __all__ = ["Gate", "NodePool", "connection_of"]
 
 FIRST_PAUSE: Final = 0.05
+FIRST_PAUSE_AFTER_TIMEOUT: Final = 0.5
+"""More, since a try that times out costs its caller that long."""
 LONGEST_PAUSE: Final = 2.0
 _AWAY: Final = frozenset({"timeout", "connection", "protocol", "auth", "loading"})
 
@@ -63,7 +65,8 @@ class Gate:
             now = self._now()
             if self._failures == 0 or now >= self._until:
                 self._failures += 1
-                pause = min(FIRST_PAUSE * 2 ** min(self._failures - 1, 16), LONGEST_PAUSE)
+                first = FIRST_PAUSE_AFTER_TIMEOUT if reason == "timeout" else FIRST_PAUSE
+                pause = min(first * 2 ** min(self._failures - 1, 16), LONGEST_PAUSE)
                 self._until = now + pause * (0.5 + 0.5 * self._uniform())
             self._probing = False
             self.reason = reason
