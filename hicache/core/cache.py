@@ -89,6 +89,19 @@ class Core:
             self._trees[namespace] = tree
         return tree
 
+    def drop(self, tree: HiRadixTree) -> bool:
+        """Forget a namespace of which nothing is held, believed or under way, so that idle ones cost no memory.
+
+        Returns whether it was forgotten; the namespace gets a new tree at its next use. O(open requests).
+        """
+        used = tree.root.children or not tree.live or any(lease.tree is tree for lease in self._leases)
+        if used or any(transfer.tree is tree for transfer in self.log.open.values()):
+            return False
+        tree.live = False
+        self.registry.leave(tree.root)
+        del self._trees[tree.namespace]
+        return True
+
     # ---- looking
 
     def match(self, tree: HiRadixTree, prompt: Prompt, limit: int | None = None) -> Match:
@@ -363,19 +376,6 @@ class Core:
             self.registry.events.append(Cleared(tree.namespace, tree.generation))
         del self._trees[tree.namespace]
         return self.tree(tree.namespace, width=tree.width, hasher=tree.hasher, generation=generation)
-
-    def discard(self, tree: HiRadixTree) -> bool:
-        """Forget a tree that holds nothing and that nobody uses, so that idle namespaces cost no memory.
-
-        Returns whether it was forgotten; its namespace gets a new tree at its next use. O(open requests).
-        """
-        in_use = tree.root.children or any(lease.tree is tree for lease in self._leases)
-        if not tree.live or in_use or any(transfer.tree is tree for transfer in self.log.open.values()):
-            return False
-        tree.live = False
-        self.registry.leave(tree.root)
-        del self._trees[tree.namespace]
-        return True
 
     def detach_storage(self) -> None:
         """There is no STORAGE from now on: nothing is fetched, put or touched, and no match finds anything there.

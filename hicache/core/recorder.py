@@ -128,6 +128,11 @@ class RecordedCore(Core):
         self._enter(tree)
         return tree
 
+    def drop(self, tree: HiRadixTree) -> bool:
+        """See `Core.drop`."""
+        self.note("drop", self._trees_by[tree])
+        return self._act(super().drop, tree)
+
     def _enter(self, tree: HiRadixTree) -> None:
         if tree not in self._trees_by:
             self._trees_by[tree] = self._next_tree
@@ -221,11 +226,6 @@ class RecordedCore(Core):
         """See `Core.detach_storage`."""
         self.note("detach_storage")
         self._act(super().detach_storage)
-
-    def discard(self, tree: HiRadixTree) -> bool:
-        """See `Core.discard`."""
-        self.note("discard", self._trees_by[tree])
-        return self._act(super().discard, tree)
 
     def forget_storage(self, nodes: int = FORGET_NODES) -> bool:
         """See `Core.forget_storage`."""

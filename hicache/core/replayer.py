@@ -34,7 +34,7 @@ _OPERATIONS: Final = frozenset(
         "flush",
         "drain",
         "clear",
-        "discard",
+        "drop",
         "detach_storage",
         "forget_storage",
         "attach_storage",
@@ -122,6 +122,9 @@ class Replayer:
         self._trees[number] = tree
         self._next_tree = number + 1
 
+    def _drop(self, number: int) -> None:
+        self.core.drop(self._trees[number])
+
     def _prompt(self, tree: HiRadixTree, hashes: bytes) -> Prompt:
         return Prompt(hashes, tree.width, tree.hasher)
 
@@ -180,9 +183,6 @@ class Replayer:
 
     def _detach_storage(self) -> None:
         self.core.detach_storage()
-
-    def _discard(self, number: int) -> None:
-        self.core.discard(self._trees[number])
 
     def _forget_storage(self, nodes: int) -> None:
         self.core.forget_storage(nodes)

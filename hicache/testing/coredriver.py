@@ -379,9 +379,8 @@ class CoreDriver:
 
     def _forget(self) -> None:
         self.core.forget_storage(self._choices.integer(1, 4))
-        self.core.drop(self._tree(self._choices.integer(0, len(self._hashers) - 1)))
-        if any(self.core.discard(tree) for tree in self.core.trees):
-            self._note("discarded")
+        if any(self.core.drop(tree) for tree in self.core.trees):
+            self._note("dropped")
 
     # ---- transfers
 

@@ -81,7 +81,7 @@ def test_the_driver_reaches_everything():
         "FETCH",
         "PUT",
         "TOUCH",
-        "discarded",
+        "dropped",
         "writer",
         "cancelled",
         "clear",

@@ -167,17 +167,17 @@ def test_late_completions_of_an_older_generation_publish_nothing():
     stage.at_rest()
 
 
-def test_only_a_tree_that_holds_nothing_and_serves_nobody_can_be_discarded():
+def test_only_a_tree_that_holds_nothing_and_serves_nobody_can_be_dropped():
     stage = Stage(device=8)
     lease = stage.lease("AB")
-    assert not stage.core.discard(lease.tree)
+    assert not stage.core.drop(lease.tree)
     stage.core.release(lease)
     stage.commit("AB")
-    assert not stage.core.discard(stage.tree())
+    assert not stage.core.drop(stage.tree())
     stage.core.evict(DEVICE, 99)
     before = stage.core.statistics().nodes
-    assert stage.core.discard(lease.tree)
-    assert not stage.core.discard(lease.tree)
+    assert stage.core.drop(lease.tree)
+    assert not stage.core.drop(lease.tree)
     assert stage.core.statistics().nodes == before - 1
     stage.at_rest()
     assert stage.tree() is not lease.tree
