@@ -9,6 +9,7 @@ process goes on with what it knows, since its own tiers must not stop because of
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import threading
@@ -22,6 +23,12 @@ from hicache.core.tree import HiRadixTree
 from hicache.runtime.port import StoragePort
 from hicache.runtime.reducer import Reducer
 from hicache.runtime.storage_io import StorageIO
+
+MANY: Final = 4096
+"""Namespaces from which on those that hold nothing are forgotten."""
+
+LOOKED_AT: Final = 64
+"""Namespaces that are looked at, when a new one comes, for one to forget."""
 
 _log = logging.getLogger("hicache.runtime")
 
@@ -38,13 +45,14 @@ class Scope:
         tree: its live tree; None until the generation is known. Replaced by `clear`, under the reducer's lock.
         asking: whether storage is being asked for the generation.
         failing: the last question was answered by an error.
+        keys: how requests have called it.
         slow: storage did not answer in time once; nobody waits for it again, until it has answered.
         asked: when storage was asked last, of what it has answered; None: never.
         ask_at: when the generation is to be asked for again.
         current_until: until when it counts as known.
     """
 
-    __slots__ = ("ask_at", "asking", "current_until", "failing", "hasher", "namespace", "slow", "tree")
+    __slots__ = ("ask_at", "asking", "current_until", "failing", "hasher", "keys", "namespace", "slow", "tree")
 
     def __init__(self, namespace: DerivedNamespace) -> None:
         self.namespace = namespace
@@ -53,6 +61,7 @@ class Scope:
         self.asking = False
         self.slow = False
         self.failing = False
+        self.keys: list[tuple[Adapter | None, str | None, str | None]] = []
         self.ask_at = self.current_until = inf
 
 
@@ -93,6 +102,7 @@ class Scopes:
         self._lock = threading.Lock()
         self._scopes: dict[tuple[Adapter | None, str | None, str | None], Scope] = {}
         self._by_digest: dict[bytes, Scope] = {}
+        self._base_digest = base.derive().digest
 
     def open(self) -> Scope:
         """The scope of requests without adapter, tenant and salt; asks storage here and now.
@@ -189,10 +199,27 @@ class Scopes:
         if found is not None:
             return found
         scope = Scope(self._base.derive(adapter=adapter, tenant=tenant, salt=salt))
+        if len(self._by_digest) >= MANY:
+            self._make_room()
         with self._lock:
             # Two spellings may mean one namespace; it has one tree.
             scope = self._by_digest.setdefault(scope.namespace.digest, scope)
+            scope.keys.append(key)
             return self._scopes.setdefault(key, scope)
+
+    def _make_room(self) -> None:
+        """Forget some namespaces that hold nothing any more, those met first. Who finds one now makes it anew."""
+        with self._reducer.lock, self._lock:
+            for digest, scope in list(itertools.islice(self._by_digest.items(), LOOKED_AT)):
+                del self._by_digest[digest]
+                if scope.namespace.digest != self._base_digest and not scope.asking and self._dropped(scope):
+                    for key in scope.keys:
+                        self._scopes.pop(key, None)
+                else:
+                    self._by_digest[digest] = scope  # to the end, so that all get their turn
+
+    def _dropped(self, scope: Scope) -> bool:
+        return scope.tree is None or self._reducer.core.drop(scope.tree)
 
     def _resolve(self, scope: Scope, deadline: float | None) -> None:
         reducer = self._reducer

@@ -169,3 +169,31 @@ def test_a_prompt_that_came_whole_from_the_cache_can_be_committed_without_slots(
         stage.core.commit(lease, 5, ready=True)
     stage.core.release(lease)
     stage.at_rest()
+
+
+def test_a_namespace_is_forgotten_only_when_nothing_of_it_is_left():
+    stage = Stage(device=8, host=8, storage=True)
+    stage.commit("ABC")
+    tree = stage.tree()
+    assert not stage.core.drop(tree)  # pages, and a write-back under way
+    stage.settle()
+    for tier in (0, 1):
+        stage.core.evict(tier, 99)
+    assert not stage.core.drop(tree)  # believed to be in storage
+    stage.core.detach_storage()
+    while stage.core.forget_storage():
+        pass
+    lease = stage.lease("ABC")
+    assert not stage.core.drop(tree)
+    stage.core.release(lease)
+    assert stage.core.drop(tree)
+    assert stage.core.trees == []
+    stage.core.check()
+    assert not stage.core.drop(tree)
+    late = stage.core.lease(tree, stage.prompt("ABC"))  # by who has found it just before
+    assert late.match.pages == 0
+    stage.core.allocate(late, 3)
+    stage.core.commit(late, 3, ready=True)
+    stage.core.release(late)
+    assert stage.tree() is not tree
+    stage.at_rest()
