@@ -9,7 +9,7 @@ DEMO := build/demo
 SOURCES := hicache storage_backends tests benchmarks
 PYTEST := HYPOTHESIS_PROFILE=$${HYPOTHESIS_PROFILE:-ci} $(BIN)/coverage run -m pytest -q
 
-.PHONY: help .venv demo test lint unit wheel bench cases mutants clean
+.PHONY: help .venv demo test lint unit wheel bench cases mutants soak clean
 .DEFAULT_GOAL := help
 
 help:
@@ -19,6 +19,7 @@ help:
 	@echo "make bench    measure against references; writes benchmarks/out/bench.json"
 	@echo "make cases    the field's failure cases and the tests that cover them"
 	@echo "make mutants  put known bugs into a copy and see the tests catch each"
+	@echo "make soak     long random runs with faults, for SOAK_SECONDS (600)"
 	@echo "make .venv    only the environment"
 	@echo "make clean    remove what the above made, the environment too"
 
@@ -63,6 +64,9 @@ bench: $(STAMP)
 
 cases: $(STAMP)
 	@$(BIN)/python tests/cases.py
+
+soak: $(STAMP)
+	$(BIN)/python tests/soak.py
 
 mutants: $(STAMP)
 	$(BIN)/python tests/mutants.py

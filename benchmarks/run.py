@@ -1,6 +1,7 @@
 """`make bench`: every figure beside its reference, in one run. Writes benchmarks/out/bench.json and prints a table.
 
 python benchmarks/run.py [NAME ...]     only the modules named, e.g. core hash
+python benchmarks/run.py scale --large  sizes of up to 10 million pages: minutes, and about 10 GB of memory
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.measure import Row  # noqa: E402  the repository's root is not installed
 
-MODULES = ("core", "hash", "memory", "redis", "replay")
+MODULES = ("core", "file", "hash", "memory", "redis", "replay", "scale")
 OUT = ROOT / "benchmarks" / "out" / "bench.json"
 
 
@@ -37,7 +38,10 @@ def table(rows: list[Row]) -> str:
     )
 
 
-def main(names: list[str]) -> int:
+def main(arguments: list[str]) -> int:
+    names = [name for name in arguments if name != "--large"]
+    if len(names) < len(arguments):
+        os.environ["HICACHE_BENCH_LARGE"] = "1"
     unknown = [name for name in names if name not in MODULES]
     if unknown:
         print(f"no benchmark {', '.join(unknown)}: one of {', '.join(MODULES)}", file=sys.stderr)
