@@ -80,10 +80,6 @@ class FileSystem:
         """Lock or unlock an open file."""
         fcntl.flock(fd, operation)
 
-    def link(self, source: str, target: str) -> None:
-        """A second name; fails where the target exists."""
-        os.link(source, target)
-
     def unlink(self, path: str) -> None:
         """Remove a name."""
         os.unlink(path)
@@ -103,6 +99,11 @@ class FileSystem:
     def fstat(self, fd: int) -> os.stat_result:
         """Look at an open file."""
         return os.fstat(fd)
+
+    def free(self, path: str) -> int:
+        """Bytes that this user may still write."""
+        info = os.statvfs(path)
+        return info.f_bavail * info.f_frsize
 
     def scandir(self, path: str) -> list[os.DirEntry[str]]:
         """All entries of a directory."""

@@ -26,6 +26,7 @@ _SIZES: Final = (256 * 1024, 2 * 2**20)
 _PIECES: Final = 4
 _ROUNDS: Final = 3
 _LIMIT: Final = 0.3  # seconds in all
+_ENOUGH: Final = 2**28  # free bytes below which eight megabytes more could be the ones that others lack
 _DIRECT: Final = getattr(os, "O_DIRECT", 0)
 _ANY: Final = 0
 
@@ -86,7 +87,7 @@ class IoChoice:
         """Try both ways, for 0.3 s at most, and note what was found.
 
         Through the page cache a write is done when it has reached the device, as it is sooner or later: otherwise it
-        would be memory that is measured.
+        would be memory that is measured. Where the device is nearly full nothing is measured.
 
         Returns:
             Least bytes of payloads that are written directly; None = none are.
@@ -95,22 +96,26 @@ class IoChoice:
             OSError: it could not be measured.
         """
         self.measured = True
+        if self._fs.free(self._root.path) < _ENOUGH:
+            return DIRECT_FROM if _DIRECT else None
         end = self._clock() + _LIMIT
         block = memoryview(mmap.mmap(-1, max(_SIZES)))
         least: int | None = None
         for size in reversed(_SIZES):
+            if size != _SIZES[-1] and self._clock() > end:
+                break
             direct: list[float] = []
             buffered: list[float] = []
             for _ in range(_ROUNDS):
-                if stopped() or (direct and self._clock() > end):
+                if stopped():
+                    return DIRECT_FROM if _DIRECT else None
+                if direct and self._clock() > end:
                     break
                 taken = self._time(block[:size], direct=True)
                 if taken is None:
                     return self._note(None)
                 direct.append(taken)
                 buffered.append(self._time(block[:size], direct=False) or 0.0)
-            if not direct:
-                return DIRECT_FROM if least is None else least
             if min(direct) > min(buffered):
                 break
             least = size

@@ -22,6 +22,7 @@ __all__ = ["TEMP_SUFFIX", "Names", "Place", "temp_writer"]
 TEMP_SUFFIX: Final = ".hicache-tmp"
 
 _ID = struct.Struct(">16sQI")
+_REMEMBERED: Final = 4096  # folders
 _TEMP = re.compile(r"([0-9a-f]{16})-[0-9a-f]{1,16}\.hicache-tmp")
 
 
@@ -61,6 +62,8 @@ class Names:
         self._lock = threading.Lock()
         self._numbers: dict[Shard, int] = {}
         self._suffixes: list[str] = []
+        self._folders: dict[tuple[bytes, int], str] = {}
+        self._leaves: Final = [f"/{leaf // fan_out:02x}/{leaf % fan_out:02x}" for leaf in range(fan_out * fan_out)]
 
     def place(self, key: ObjectKey) -> Place:
         """Where the key's object lies."""
@@ -86,7 +89,7 @@ class Names:
 
     def leaf_path(self, folder: str, leaf: int) -> str:
         """A fan-out directory."""
-        return f"{folder}/{leaf // self.fan_out:02x}/{leaf % self.fan_out:02x}"
+        return folder + self._leaves[leaf]
 
     def parse(self, namespace: str, generation: str, leaf: int, name: str) -> ObjectKey | None:
         """The key whose object has exactly this place, or None for a file that is none of ours."""
@@ -99,9 +102,19 @@ class Names:
     def _place(self, namespace: bytes, generation: int, number: int, page_hash: bytes) -> Place:
         name = page_hash.hex() + self._suffixes[number]
         leaf = self._leaf(name)
-        folder = self.folder(namespace, generation)
-        path = f"{self.leaf_path(folder, leaf)}/{name}"
+        folder = self._folders.get((namespace, generation))  # one look at a dict needs no lock
+        if folder is None:
+            folder = self._remember(namespace, generation)
+        path = f"{folder}{self._leaves[leaf]}/{name}"
         return Place(_ID.pack(namespace, generation, number) + page_hash, folder, leaf, path)
+
+    def _remember(self, namespace: bytes, generation: int) -> str:
+        folder = self.folder(namespace, generation)
+        with self._lock:
+            if len(self._folders) >= _REMEMBERED:
+                self._folders.clear()
+            self._folders[namespace, generation] = folder
+        return folder
 
     def _leaf(self, name: str) -> int:
         return crc32(name.encode("ascii", "replace")) % (self.fan_out * self.fan_out)
