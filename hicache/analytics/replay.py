@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from hicache.analytics.content import PageContent
+from hicache.analytics.prefill import PrefillModel
 from hicache.analytics.prompts import IdPages, Prompt, TokenPages, Tokens
 from hicache.analytics.result import ReplayResult, rate
 from hicache.analytics.trace import TraceRequest
@@ -36,6 +37,7 @@ class Replay:
         prompts: IdPages | TokenPages,
         content: PageContent | None = None,
         pages: DevicePool | None = None,
+        prefill: PrefillModel | None = None,
     ) -> None:
         """Prepare.
 
@@ -44,11 +46,13 @@ class Replay:
             prompts: makes prompts of traced requests.
             content: makes and checks bytes; None where pages hold none.
             pages: where bytes are read and written; needed with `content`.
+            prefill: adds up what requests would cost an engine.
         """
         self._ask = ask
         self._prompts = prompts
         self._content = content
         self._pages = pages
+        self._prefill = prefill
         # Pages with bytes hold slots while they are copied; an engine would wait for them as well. Without bytes
         # nothing is ever under way.
         self._patience = None if content is None else ALLOCATE_SECONDS
@@ -106,6 +110,8 @@ class Replay:
             self._have = error.capacity
         finally:
             counts = request.close()
+        if self._prefill is not None:
+            self._prefill.add(prompt, traced.input_tokens, request)
         self._count(traced, prompt, counts, refused=refused)
 
     def _verify(self, loaded: Slots, tokens: Tokens, traced: TraceRequest) -> list[bytes]:
@@ -179,6 +185,7 @@ class Replay:
             pages_verified=self._verified,
             pages_wrong=self._wrong,
             requests_refused=self._refused,
+            prefill=None if self._prefill is None else self._prefill.times(),
             requests_per_second=rate(self._requests, self._seconds),
             problems=tuple(problems),
             warnings=(*self._warnings(), *more.pop("warnings", ())),

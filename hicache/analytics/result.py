@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
+from hicache.analytics.prefill import PrefillTimes
 from hicache.records import MissReason
 
 DEFINITIONS: Final = {
@@ -36,6 +37,7 @@ class ReplayResult:
         bad_input: what ended it early: a broken entry of the trace, or storage that took nothing at all; else "".
         seconds: wall time from the first request to the last write that was waited for.
         requests_per_second: requests over the seconds of the requests themselves, final writes not included.
+        prefill: modelled times of an engine whose prefill rate was stated.
         problems: what must not be: a wrong page's place, a broken invariant.
         warnings: what a user should know about the run, for example pages that storage refused.
     """
@@ -66,6 +68,7 @@ class ReplayResult:
     bad_input: str = ""
     seconds: float = 0.0
     requests_per_second: float = 0.0
+    prefill: PrefillTimes | None = None
     problems: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 

@@ -14,6 +14,7 @@ import hicache
 from hicache.analytics import verdict
 from hicache.analytics.content import PageContent
 from hicache.analytics.pace import Pace, Show, wait_until_quiet
+from hicache.analytics.prefill import PrefillModel, check_option
 from hicache.analytics.prompts import IdPages, TokenPages, Tokens
 from hicache.analytics.replay import Replay
 from hicache.analytics.result import ReplayResult
@@ -42,6 +43,7 @@ class ReplayOptions:
         page_tokens: tokens of a page, or None: each id of the trace is one page.
         page_bytes: bytes of a page; 0: pages hold none.
         eviction, write_policy, prefetch: as `hicache.open` takes them.
+        prefill_rate: tokens a second that the engine computes; pages are then brought up only where that pays.
         requests: how many to replay, or None for all.
         speed: None for as fast as the tiers keep up: each request begins when the copies and writes of those before
             have ended, so that the same trace gives the same numbers on any machine. Else the factor to the trace's
@@ -60,12 +62,14 @@ class ReplayOptions:
     eviction: str = "lru"
     write_policy: str = "write_through"
     prefetch: str = "wait_complete"
+    prefill_rate: float | None = None
     requests: int | None = None
     speed: float | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
         policy_named(self.eviction)
+        check_option(self.prefill_rate)
         write_policies(self.write_policy)
         if self.prefetch not in PREFETCH_MODES:
             raise ConfigError(f"--prefetch {self.prefetch!r:.60} is not one of {', '.join(PREFETCH_MODES)}")
@@ -109,9 +113,10 @@ def replay(
     prompts = IdPages() if options.page_tokens is None else TokenPages(options.page_tokens)
     requests = itertools.islice(trace, options.requests)
     first = next(requests, None)
+    step = 1
     if first is not None:
-        prompts.prompt(first)  # an unfit page size is found before anything is opened
-    with contextlib.closing(_open(options)) as cache:
+        step = prompts.prompt(first).step  # an unfit page size is found before anything is opened
+    with contextlib.closing(_open(options, step)) as cache:
         storage = cache.statistics().storage
         if options.storage is not None and storage is not None:
             verdict.check_capacity(options.storage, storage.capacity, options.page_bytes)
@@ -128,7 +133,9 @@ def replay(
         return _run(driver, cache, pace, itertools.chain(() if first is None else (first,), requests), options.storage)
 
 
-def _open(options: ReplayOptions) -> hicache.EmbeddedCache:
+def _open(options: ReplayOptions, step: int) -> hicache.EmbeddedCache:
+    """The cache; `step` is the number of real tokens that one of its pages stands for."""
+    rate, tokens = options.prefill_rate, options.namespace().page_size
     pages = (options.device_pages or 0) + options.host_pages
     if options.page_bytes or pages > MANY_PAGES:
         check_memory(pages * (options.page_bytes + SLOT_BYTES), "device and host pools together")
@@ -140,6 +147,7 @@ def _open(options: ReplayOptions) -> hicache.EmbeddedCache:
         eviction=options.eviction,
         write_policy=options.write_policy,
         prefetch=options.prefetch,
+        prefill_tokens_per_second=None if rate is None else rate * tokens / step,
         bytes=options.page_bytes > 0,
     )
 
@@ -155,7 +163,8 @@ def _driver(cache: hicache.EmbeddedCache, options: ReplayOptions, prompts: IdPag
     def ask(tokens: Tokens) -> hicache.Request:
         return cache.request(tokens, logits=False)  # published figures count prompts that came whole
 
-    return Replay(ask, prompts=prompts, content=content, pages=cache.device)
+    prefill = None if options.prefill_rate is None else PrefillModel(options.prefill_rate)
+    return Replay(ask, prompts=prompts, content=content, pages=cache.device, prefill=prefill)
 
 
 def _run(

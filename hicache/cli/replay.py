@@ -86,6 +86,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="|".join(PREFETCH),
         help="how long storage is waited for: not at all, for a while, until it has answered (default: wait_complete)",
     )
+    parser.add_argument(
+        "--prefill-rate",
+        metavar="TOKENS_PER_SECOND",
+        help="what the engine computes: bring up only what pays, and report modelled times (default: bring up all)",
+    )
     parser.add_argument("--requests", metavar="N", help="stop after N requests (default: the whole trace)")
     parser.add_argument(
         "--speed", default="max", metavar="max|real|FACTOR", help="as the tiers keep up, as recorded, or times FACTOR"
@@ -135,6 +140,7 @@ def read_options(options: argparse.Namespace) -> ReplayOptions:
     Raises:
         ConfigError: an option that cannot work; says which and what to do.
     """
+    from hicache.analytics.prefill import parse_rate
     from hicache.analytics.run import ReplayOptions
     from hicache.cli.sizes import parse_bytes, parse_pages
 
@@ -155,6 +161,7 @@ def read_options(options: argparse.Namespace) -> ReplayOptions:
         eviction=options.eviction,
         write_policy=options.write_policy,
         prefetch=options.prefetch,
+        prefill_rate=parse_rate(options.prefill_rate),
         requests=None if options.requests is None else _requests(options.requests),
         speed=_speed(options.speed),
         seed=_whole("--seed", options.seed),
@@ -189,6 +196,15 @@ def tables(result: ReplayResult) -> Iterator[Table]:
             title="why pages were missed",
             columns=("reason", "pages", "share"),
             rows=[(name, f"{pages:,}", share(pages)) for name, pages in reasons],
+        )
+    if (times := result.prefill) is not None:
+        yield Table(
+            title=f"modelled times of an engine that computes {times.tokens_per_second:,g} tokens/s",
+            columns=("of all requests", "seconds"),
+            rows=[
+                ("with lower tiers", f"{times.seconds:,.3f}"),
+                ("with device alone", f"{times.seconds_without:,.3f}"),
+            ],
         )
     moved = [
         ("device to host", result.bytes_device_to_host),
