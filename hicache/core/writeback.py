@@ -8,6 +8,7 @@ otherwise a HOST smaller than DEVICE would never come to rest.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import repeat
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -171,8 +172,12 @@ class Writer:
             return 0
         for node, _ in path:
             node.touched = now  # all of it, so that no page becomes newer than the one in front of it
-        identities = [identity for _, identity in self._identities(tree, path, 0, pages)]
-        identities.reverse()
+        identities: list[PageIdentity] = []
+        for node, whole in reversed(path):
+            here = min(whole, pages - node.first)
+            depths = range(node.first + here - 1, node.first - 1, -1)
+            hashes = reversed(tree.hashes(node, 0, here))
+            identities += map(PageIdentity, hashes, repeat(None), depths, repeat(b""))  # names are all that it takes
         self._log.begin(TransferKind.TOUCH, tree, first=0, pages=tuple(identities), pins=[], prompt=prompt)
         return pages
 
