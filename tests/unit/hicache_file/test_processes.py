@@ -206,6 +206,8 @@ def test_a_count_with_others_at_work_is_never_too_low(open_root: Open, root: Pat
     for index, backend in enumerate((one, two, three)):
         backend.put(singles(5, first=100 * index))
         look(backend)
+    three._accounts.draw(20 * COST)
+    assert books_of(root)["used"] >= 35 * COST
     die(three)
     two.put(singles(5, first=900))
     look(one)
