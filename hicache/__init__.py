@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from hicache.runtime.flight import FlightRecorder
     from hicache.runtime.opening import open_cache as open  # noqa: A004
     from hicache.runtime.options import Options, PrefetchTimeout
+    from hicache.runtime.planner import LoadDecision, PlanningStatistics
     from hicache.runtime.queues import Bound
     from hicache.runtime.request import Request
     from hicache.runtime.statistics import CacheStatistics, Totals
@@ -84,6 +85,7 @@ __all__ = [
     "HostPool",
     "InvalidInput",
     "KVGeometry",
+    "LoadDecision",
     "Match",
     "MissReason",
     "MonotonicClock",
@@ -92,6 +94,7 @@ __all__ = [
     "Options",
     "OutOfSlots",
     "PageResult",
+    "PlanningStatistics",
     "PrefetchTimeout",
     "Removed",
     "Request",
@@ -146,6 +149,7 @@ _HOMES = {
     "hicache.runtime.flight": ("FlightRecorder",),
     "hicache.runtime.opening": ("open",),
     "hicache.runtime.options": ("Options", "PrefetchTimeout"),
+    "hicache.runtime.planner": ("LoadDecision", "PlanningStatistics"),
     "hicache.runtime.queues": ("Bound",),
     "hicache.runtime.request": ("Request",),
     "hicache.runtime.statistics": ("CacheStatistics", "Totals"),

@@ -237,3 +237,18 @@ def test_fetches_get_no_slots_from_a_host_full_of_pins_and_say_so():
     stage.core.release(lease)
     stage.settle()
     stage.core.check()
+
+
+def test_pages_that_were_declined_are_over_budget():
+    stage = Stage.filled()
+    stage.core.evict(DEVICE, 99)
+    lease = stage.lease("ABCDE")
+    assert lease.match == Match(0, 4, 0)
+    stage.core.load(lease, 2)
+    (load,) = stage.take(TransferKind.LOAD)
+    stage.end(load)
+    stage.core.decline(lease, 3)
+    stage.core.decline(lease, 2)  # the lowest counts
+    stage.core.decline(lease, 4)
+    counts = stage.core.release(lease)
+    assert (counts.host, counts.missed) == (2, {MissReason.OVER_BUDGET: 2, MissReason.COLD: 1})
