@@ -6,10 +6,11 @@ STAMP := $(VENV)/.installed
 
 TRACE := benchmarks/traces/conversation_1000.jsonl
 DEMO := build/demo
+OLDEST := build/redis-oldest
 SOURCES := hicache storage_backends tests benchmarks
 PYTEST := HYPOTHESIS_PROFILE=$${HYPOTHESIS_PROFILE:-ci} $(BIN)/coverage run -m pytest -q
 
-.PHONY: help .venv demo test lint unit wheel bench cases mutants soak clean
+.PHONY: help .venv demo test lint unit wheel bench redis-oldest cases mutants soak clean
 .DEFAULT_GOAL := help
 
 help:
@@ -17,6 +18,7 @@ help:
 	@echo "make test     all checks: format, lint, types, import rules, tests, coverage, the built wheel"
 	@echo "make lint     the checks that run no code"
 	@echo "make bench    measure against references; writes benchmarks/out/bench.json"
+	@echo "make redis-oldest  the tests of Redis with the oldest redis-py"
 	@echo "make cases    the field's failure cases and the tests that cover them"
 	@echo "make mutants  put known bugs into a copy and see the tests catch each"
 	@echo "make soak     long random runs with faults, for SOAK_SECONDS (600)"
@@ -61,6 +63,14 @@ wheel: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/run.py
+
+# `make test` runs with the newest redis-py; this one with the oldest that the extra allows, in an environment of its own.
+redis-oldest: $(STAMP)
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	$(OLDEST)/bin/python -m pip install --quiet --constraint constraints.txt --group test --editable . "redis==5.0.1"
+	$(OLDEST)/bin/python -m pytest -q tests/unit/hicache_redis tests/conformance/test_redis_backend.py \
+		tests/integration/test_redis_servers.py tests/chaos/test_redis_trouble.py tests/chaos/test_redis_failover.py
 
 cases: $(STAMP)
 	@$(BIN)/python tests/cases.py

@@ -17,7 +17,10 @@ from hicache.storage.wrappers import WrapperBackend
 __all__ = ["TRANSIENT", "RetryPolicy", "RetryingBackend"]
 
 TRANSIENT: Final = frozenset(
-    {"busy", "timeout", "etimedout", "eagain", "eintr", "estale", "econnreset", "econnrefused", "epipe", "unavailable"}
+    {
+        *("busy", "timeout", "unavailable", "connection", "no_connection", "loading", "tryagain", "clusterdown"),
+        *("etimedout", "eagain", "eintr", "estale", "econnreset", "econnrefused", "epipe"),
+    }
 )
 """Reasons of FAILED results that may be gone a moment later."""
 

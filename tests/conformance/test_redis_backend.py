@@ -9,7 +9,9 @@ import pytest
 
 from hicache.core.keys import ObjectKey
 from hicache.storage.base import StorageBackend, StorageUrl
+from hicache.storage.breaker import BreakerPolicy
 from hicache.storage.registry import open_storage
+from hicache.storage.retry import RetryPolicy
 from hicache.testing.servers import Cluster, RespError, Server, binaries
 from hicache.testing.storage import StorageBackendTests
 from hicache_redis import RedisBackend
@@ -97,6 +99,11 @@ class TestSmallWindowAndTtl(RedisTests):
 class TestByUrl(RedisTests):
     def make_backend(self) -> StorageBackend:
         return open_storage(self.url())
+
+
+class TestInEveryWrapper(RedisTests):
+    def make_backend(self) -> StorageBackend:
+        return open_storage(self.url(), retry=RetryPolicy(), breaker=BreakerPolicy(timeout=60))
 
 
 class TestClusterBackend(RedisTests):
