@@ -10,11 +10,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from hicache.core.cache import Core
 from hicache.core.config import CoreConfig
 from hicache.core.recorder import RecordedCore
-from hicache.core.recordings import MemorySegments, untorn
+from hicache.core.recordings import HEAD, MemorySegments, put_entry, read_segments, untorn
+from hicache.errors import HicacheInternalError
 from hicache.testing.choices import SeededChoices
 from hicache.testing.coredriver import CoreDriver
 
@@ -262,3 +265,48 @@ def test_a_gap_between_segments_is_refused(tmp_path: Path, capsys: pytest.Captur
     code, out, err = run(capsys, tmp_path)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert "segment 2 does not follow segment 0" in err
+
+
+def of_another_core(data: bytes) -> bytes:
+    """The recording as if its core had had one page more."""
+    header, _ = next(read_segments(data))
+    size = HEAD.unpack_from(data)[0]
+    value = msgspec.msgpack.encode(msgspec.structs.replace(header, config=CoreConfig(9, 8, storage=True)))
+    buffer = bytearray(HEAD.size + len(value))
+    put_entry(memoryview(buffer), 0, value)
+    return bytes(buffer) + data[HEAD.size + size :]
+
+
+def test_a_replay_that_goes_another_way_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    segments = MemorySegments()
+    config = CoreConfig(8, 8, storage=True)
+    driver = CoreDriver(SeededChoices(1), config, core=RecordedCore(config, segments))
+    for _ in range(20):
+        driver.step()
+    path = tmp_path / "a.hcr"
+    path.write_bytes(of_another_core(segments.dump()))
+    code, out, err = run(capsys, path)
+    assert (code, err.count("\n")) == (1, 1)
+    assert out.startswith("DIVERGED: ")
+    assert err.startswith("hicache: the recording diverged at step 1: ")
+
+
+def test_an_end_that_breaks_an_invariant_is_a_failure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], recorded: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(core: Core) -> None:
+        raise HicacheInternalError(f"{core.config.device_pages} pages are too many")
+
+    monkeypatch.setattr(Core, "check", broken)
+    path = tmp_path / "a.hcr"
+    path.write_bytes(recorded)
+    code, out, err = run(capsys, path)
+    assert code == 1
+    assert out.startswith("FAILED: ")
+    assert err == "hicache: the recording failed at its end: 8 pages are too many\n"
+
+
+def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, tmp_path / "absent.hcr")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "absent.hcr: No such file" in err

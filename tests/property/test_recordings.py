@@ -119,7 +119,7 @@ def test_a_core_that_goes_another_way_is_noticed():
     _, data = record(CoreConfig(8, 8), 1, 60, segment_bytes=1 << 16)
     header, entries = next(read_segments(data))
     replayer = Replayer(msgspec.structs.replace(header, config=CoreConfig(9, 8)))
-    with pytest.raises(DivergenceError, match=r"step 1 \(tree\)"):
+    with pytest.raises(DivergenceError, match="step 1 "):
         replayer.repeat(next(entries))
 
 
