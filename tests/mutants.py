@@ -19,6 +19,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 CORE = ("tests/unit/core", "tests/property/test_core_machine.py")
 RUNTIME = ("tests/property/test_cache_machine.py",)
+RECORDINGS = ("tests/property/test_recordings.py",)
+PLANNING = ("tests/unit/runtime/test_planner.py", "tests/property/test_load_or_recompute.py")
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,6 +328,55 @@ RUNTIME_MUTANTS = (
         "clearing.py",
         "        port.clear(scope.namespace.digest, generation)\n",
         "",
+    ),
+    Mutant(
+        "a recording is not checked for damage",
+        "hicache/core/recordings.py",
+        " and xxhash.xxh32_intdigest(value) == checksum",
+        "",
+        RECORDINGS,
+    ),
+    Mutant(
+        "a checkpoint forgets who holds pins",
+        "hicache/core/checkpoint.py",
+        "            pins.holders = holders\n",
+        "",
+        RECORDINGS,
+    ),
+    Mutant(
+        "a slow storage is waited for",
+        "hicache/runtime/planner.py",
+        "            if total < best:\n",
+        "            if True:\n",
+        PLANNING,
+    ),
+    Mutant(
+        "what is under way in front costs nothing",
+        "hicache/runtime/meter.py",
+        "waiting = queued + sum(pages for pages, _ in self._outstanding.values())",
+        "waiting = queued",
+        PLANNING,
+    ),
+    Mutant(
+        "a storage that hangs is expected to come back at once",
+        "hicache/runtime/meter.py",
+        "        return max(expected, silent)\n",
+        "        return expected\n",
+        PLANNING,
+    ),
+    Mutant(
+        "pages that were declined count as late",
+        "hicache/runtime/loading.py",
+        "            reducer.core.decline(lease, lease.match.device + decision.planned)\n",
+        "",
+        PLANNING,
+    ),
+    Mutant(
+        "a recording of a living process is removed",
+        "hicache/runtime/flight.py",
+        "if not any(_in_use(path) for path in paths)",
+        "if paths",
+        ("tests/unit/runtime/test_flight.py",),
     ),
 )
 
