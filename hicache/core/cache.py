@@ -20,7 +20,7 @@ from hicache.core.prefetch import Loader
 from hicache.core.prompt import Hasher, Prompt
 from hicache.core.reasons import RequestCounts, count
 from hicache.core.registry import DEVICE, HOST, Registry
-from hicache.core.residency import FREE, NO_SLOTS, PRIVATE, RESIDENT, Slots
+from hicache.core.residency import FREE, NO_SLOTS, PRIVATE, RESIDENT, SlotEvent, Slots
 from hicache.core.room import SWEEP_PAGES, Grave, Room
 from hicache.core.statistics import CoreStatistics, snapshot
 from hicache.core.transferlog import TransferLog
@@ -189,10 +189,6 @@ class Core:
             raise InvalidInput("allocate: the request is closed")
         if pages < 0:
             raise InvalidInput(f"allocate: {pages} pages is negative")
-        if lease.start is None:
-            lease.start = lease.committed = lease.device
-        if not pages:
-            return NO_SLOTS
         table = self.registry.tables[DEVICE]
         if not table.growing and self._room.available(DEVICE) < pages:
             raise OutOfSlots(
@@ -201,6 +197,10 @@ class Core:
                 evictable=self._room.available(DEVICE) - table.counts[FREE],
                 capacity=table.capacity,
             )
+        if lease.start is None:
+            lease.start = lease.committed = lease.device
+        if not pages:
+            return NO_SLOTS
         slots = self._room.take(DEVICE, pages)
         assert len(slots) == pages
         lease.own = _joined(lease.own, slots)
@@ -210,7 +210,8 @@ class Core:
         """Hand the private slots of the pages up to index `upto` to the tree.
 
         With `ready` their bytes are written, and they become visible at once if what is in front of them is. Else
-        the returned WRITE transfer is to be completed when the writer's event has passed; it is not an action.
+        the returned WRITE transfer is to be completed when the writer's event has passed; it is not an action. Until
+        then no slot of the request is free, also those that stay private: the writer may be in any of them.
 
         Nothing is published, and the slots stay private until the release, for pages that the tree holds already and
         where the pages in front are no longer held in DEVICE: hanging them anywhere else would be a wrong hit.
@@ -227,8 +228,29 @@ class Core:
                 f"commit: page {upto} is behind the last one that can be committed: {len(lease.own)} slots were "
                 f"allocated from page {start} on, and the prompt has {lease.prompt.pages} whole pages"
             )
-        if upto <= first:
-            return None
+        transfer = self._commit(lease, start, first, upto, ready=ready) if upto > first else None
+        return transfer if ready else self._guarded(lease, transfer, upto)
+
+    def _guarded(self, lease: Lease, transfer: Transfer | None, upto: int) -> Transfer | None:
+        """A transfer that keeps the request's private slots until its writer has ended, if it has any."""
+        private = lease.own[self.registry.tables[DEVICE].state[lease.own] == PRIVATE]
+        if not len(private):
+            return transfer
+        if transfer is None:
+            transfer = self.log.begin(TransferKind.WRITE, lease.tree, first=upto, target_slots=NO_SLOTS, pins=[])
+        transfer.private = private
+        self._copies.guard(private)
+        lease.writers = [*(writer for writer in lease.writers if len(writer.private)), transfer]
+        return transfer
+
+    def _hand_on(self, lease: Lease, fresh: Slots) -> None:
+        """What is committed now is no more guarded by earlier writers: this commit's own covers their writes."""
+        for writer in lease.writers:
+            taken = np.isin(writer.private, fresh)
+            self._copies.unguard(writer.private[taken])
+            writer.private = writer.private[~taken]
+
+    def _commit(self, lease: Lease, start: int, first: int, upto: int, *, ready: bool) -> Transfer | None:
         lease.committed = upto
         tree, prompt = lease.tree, lease.prompt
         if not tree.live:
@@ -243,6 +265,8 @@ class Core:
         if not len(fresh):
             self.log.hold(lease, DEVICE, held, at)
             return None
+        if lease.writers:
+            self._hand_on(lease, fresh)
         path = self._copies.fill(DEVICE, tree, prompt, at, fresh, hits=1, extend_from=start, path=walked)
         for node, _ in path:
             self.registry.use(node, lease.priority)
@@ -306,8 +330,9 @@ class Core:
         if len(lease.own):
             table = self.registry.tables[DEVICE]
             private = lease.own[table.state[lease.own] == PRIVATE]
-            if len(private):
-                table.give_back(private)
+            written = table.pins[private] > 0
+            table.give_back(private[~written])
+            table.advance(private[written], PRIVATE, SlotEvent.DETACH)
         if lease.tree.live:
             self._count_use(lease)
         for pins in (*lease.pins, *lease.spare_pins):

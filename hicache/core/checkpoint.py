@@ -166,6 +166,7 @@ class Taker:
             "spare": [self._pin(pins) for pins in lease.spare_pins],
             "failed_at": lease.failed_at,
             "failure": lease.failure.value,
+            "writers": [writer.id for writer in lease.writers if len(writer.private)],
             "short_at": lease.short_at,
         }
 
@@ -180,6 +181,7 @@ class Taker:
             "target": None if transfer.target_slots is None else transfer.target_slots.tobytes(),
             "pages": [(page.hash, page.parent, page.depth) for page in transfer.pages],
             "prompt": None if prompt is None else b"".join(prompt.hashes(0, prompt.pages)),
+            "private": transfer.private.tobytes(),
             "completed": transfer.completed,
             "cancelled": transfer.cancelled,
             "orphaned": transfer.orphaned,
@@ -306,6 +308,8 @@ class Maker:
         for row in state.transfers:
             transfer = self._transfer(row)
             log.open[transfer.id] = transfer
+        for row in state.leases:
+            self.leases[row["number"]].writers = [log.open[number] for number in row["writers"]]
         for tier, waits in zip((DEVICE, HOST), state.log["waits"], strict=True):
             self.core.waiting(tier).update({slot: log.open[number] for slot, number in waits.items()})
 
@@ -328,6 +332,7 @@ class Maker:
             pins=[self._pins[number] for number in row["pins"]],
             prompt=None if row["prompt"] is None else self.prompt(tree, row["prompt"]),
         )
+        transfer.private = _slots(row["private"])
         transfer.completed, transfer.cancelled = row["completed"], row["cancelled"]
         transfer.orphaned = row["orphaned"]
         transfer.interest = {self.leases[number]: None for number in row["interest"]}

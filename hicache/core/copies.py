@@ -115,6 +115,18 @@ class Copies:
         # A dead tree's `pinned` counts its unswept slots that are pinned, resident and filling alike.
         tree.pinned[tier] -= pages
 
+    def guard(self, slots: Slots) -> None:
+        """Keep private DEVICE slots from being free when their request ends: a writer has not ended."""
+        self.registry.tables[DEVICE].pins[slots] += 1
+
+    def unguard(self, slots: Slots) -> None:
+        """The writer has ended. What its request has given up meanwhile is free."""
+        table = self.registry.tables[DEVICE]
+        table.pins[slots] -= 1
+        gone = slots[(table.state[slots] == QUARANTINED) & (table.pins[slots] == 0)]
+        if len(gone):
+            table.reclaim(gone)
+
     # ---- filling
 
     def fill(

@@ -140,8 +140,7 @@ def _check_slots(registry: Registry, room: Room, tier: int, nodes: list[Node]) -
     _must(len(np.unique(free)) == len(free), f"tier {tier}: a slot is twice in the free list")
     _must((table.state[free] == SlotState.FREE).all(), f"tier {tier}: the free list has slots that are not free")
     _must((table.pins >= 0).all(), f"tier {tier}: negative pins")
-    for state in (SlotState.FREE, SlotState.PRIVATE):
-        _must((table.pins[table.state == state] == 0).all(), f"tier {tier}: pinned although {state.name}")
+    _must((table.pins[table.state == SlotState.FREE] == 0).all(), f"tier {tier}: pinned although free")
     _must((table.pins[table.state == SlotState.QUARANTINED] > 0).all(), f"tier {tier}: quarantined for nobody")
 
 
@@ -208,5 +207,7 @@ def _check_pins(registry: Registry, log: TransferLog, leases: Iterable[Lease]) -
     for link in sets.values():
         _must(link.holders == holders[id(link)], "a pin set has other holders than it counts")
         pins[link.tier][link.slots] += 1
+    for transfer in log.open.values():
+        pins[DEVICE][transfer.private] += 1
     for tier in _TIERS:
         _must((pins[tier] == registry.tables[tier].pins).all(), f"tier {tier}: pins without an owner")

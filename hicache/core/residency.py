@@ -13,7 +13,7 @@ Who may touch the bytes of a slot, and who gives it back:
     PRIVATE       the request's engine      the request's engine           the request, at its close
     FILLING       one transfer or writer    nobody                         publication, or a cut
     RESIDENT      nobody                    leases and transfers that pin  eviction, clear, withdrawal
-    QUARANTINED   the transfer that filled  leases and transfers that pin  the last unpin
+    QUARANTINED   whoever wrote it before   leases and transfers that pin  the last unpin
 """
 
 from __future__ import annotations
@@ -54,13 +54,14 @@ class SlotEvent(Enum):
     GIVE_BACK = "give back"  # its request ends without having committed it
     RESERVE = "reserve"  # it is attached to a node, its bytes are on the way
     PUBLISH = "publish"  # complete, verified, and its parent is resident
-    DETACH = "detach"  # evicted, withdrawn, failed, cancelled or cleared
+    DETACH = "detach"  # evicted, withdrawn, failed, cancelled, cleared; or private, and its writer has not ended
     RECLAIM = "reclaim"  # nothing pins it any more
 
 
 TRANSITIONS: Final[dict[tuple[SlotState, SlotEvent], SlotState]] = {
     (SlotState.FREE, SlotEvent.ALLOCATE): SlotState.PRIVATE,
     (SlotState.PRIVATE, SlotEvent.GIVE_BACK): SlotState.FREE,
+    (SlotState.PRIVATE, SlotEvent.DETACH): SlotState.QUARANTINED,
     (SlotState.PRIVATE, SlotEvent.RESERVE): SlotState.FILLING,
     (SlotState.FILLING, SlotEvent.PUBLISH): SlotState.RESIDENT,
     (SlotState.FILLING, SlotEvent.DETACH): SlotState.QUARANTINED,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ import numpy as np
 
 from hicache.core.copies import Copies
 from hicache.core.registry import DEVICE, HOST
-from hicache.core.residency import FILLING, Slots
+from hicache.core.residency import FILLING, NO_SLOTS, Slots
 from hicache.core.transfers import Lease, PinSet, Transfer, TransferKind
 from hicache.errors import HicacheInternalError
 from hicache.records import MissReason, PageResult, Tier
@@ -149,15 +150,18 @@ class TransferLog:
         """Pages that storage has lost are believed no more. Returns their nodes: what is above heals them."""
         tree, prompt = transfer.tree, transfer.prompt
         assert prompt is not None
+        answers = zip(transfer.pages, results, strict=True)
+        lost = sorted(page.depth for page, result in answers if result in _AGAINST_SOURCE)
+        if not lost or not tree.live:
+            return []
         holed: list[Node] = []
-        for page, result in zip(transfer.pages, results, strict=True):
-            if result not in _AGAINST_SOURCE or not tree.live:
-                continue
-            path = tree.walk(prompt, page.depth + 1)
-            node, pages = path[-1] if path else (tree.root, 0)
-            if node.first + pages == page.depth + 1 and node.believed >= pages:
-                self.copies.set_belief(node, pages - 1)
+        for node, pages in tree.walk(prompt, lost[-1] + 1):
+            at = bisect_left(lost, node.first)  # the first lost page of the node, if it is one of its
+            keep = lost[at] - node.first if at < len(lost) else pages
+            if keep < min(pages, node.believed):
+                self.copies.set_belief(node, keep)
                 holed.append(node)
+        holed.reverse()  # deepest first, so that what holds nothing any more goes from its leaf on
         for node in holed:
             if node.alive:
                 tree.trim(node, MissReason.EVICTED)
@@ -250,6 +254,9 @@ class TransferLog:
         for pins in transfer.pins:
             self.copies.drop(pins)
         transfer.pins.clear()
+        if len(transfer.private):
+            self.copies.unguard(transfer.private)
+            transfer.private = NO_SLOTS
         del self.open[transfer.id]
         self.finished.append(transfer)
 

@@ -89,7 +89,7 @@ class Transfer:
         tree: the tree it belongs to; `.namespace` and `.generation` are its identity.
         first: page index of its first page (consecutive pages follow, but for PUT and TOUCH).
         source_slots, target_slots: int64 slots in the owned tiers that it touches, else None.
-        pages: identities of the pages, for FETCH, PUT and TOUCH; a TOUCH has them deepest first.
+        pages: identities of the pages, for FETCH, PUT and TOUCH; a TOUCH has them deepest first, only hash and depth.
         count: number of pages.
         prompt: for a TOUCH, the prompt whose pages it touches.
         completed: its I/O has ended.
@@ -97,6 +97,7 @@ class Transfer:
         orphaned: STORAGE was detached under it: how it ends says nothing about what is attached by then.
         interest: leases that wait for it, in order; a dict, so that every run does the same in the same order.
         pins: its pin sets.
+        private: for a WRITE, slots of its request that stay private, and that its writer writes all the same.
     """
 
     __slots__ = (
@@ -110,6 +111,7 @@ class Transfer:
         "orphaned",
         "pages",
         "pins",
+        "private",
         "prompt",
         "source_slots",
         "target_slots",
@@ -139,6 +141,7 @@ class Transfer:
         self.target_slots = target_slots
         self.pages = pages
         self.prompt = prompt
+        self.private = NO_SLOTS
         self.completed = False
         self.cancelled = False
         self.orphaned = False
@@ -168,6 +171,7 @@ class Lease:
         failed_at: lowest page index at which a transfer that it waited for failed, or None.
         failure: the reason of that.
         short_at: lowest page index for which there were no slots, or that was not worth bringing up; or None.
+        writers: WRITE transfers that guard private slots of it.
         closed: whether it was released.
         counts: what it was counted as, once closed.
     """
@@ -191,6 +195,7 @@ class Lease:
         "start",
         "tree",
         "waiting",
+        "writers",
     )
 
     def __init__(self, tree: HiRadixTree, prompt: Prompt, limit: int, priority: int) -> None:
@@ -206,6 +211,7 @@ class Lease:
         self.waiting: set[int] = set()
         self.pins: list[PinSet | None] = [None, None]
         self.spare_pins: list[PinSet] = []
+        self.writers: list[Transfer] = []
         self.failed_at: int | None = None
         self.failure = MissReason.FAILED
         self.short_at: int | None = None

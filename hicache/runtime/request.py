@@ -180,7 +180,8 @@ class Request:
     def commit(self, upto: int | None = None, *, ready: WriterEvent | None = None) -> None:
         """Publish computed pages. Only whole pages become visible, and only once the writer's event has passed.
 
-        May be called once per prefill chunk; pages committed before are not committed again.
+        May be called once per prefill chunk; pages committed before are not committed again. Until the event has
+        passed none of the request's slots is given to others, also after `close`.
 
         Args:
             upto: tokens, from the prompt's start, whose KV is written or will be when `ready` passes; default all.
@@ -200,7 +201,9 @@ class Request:
             raise InvalidInput("commit needs ready=: the event behind which the device has written, or hicache.READY")
         passed = ready is None or ready is READY or ready.query()
         if cache.bypasses(lease):
-            return
+            if passed:
+                return
+            pages = 0  # publishes nothing, but its slots are not free before the writer has ended
         reducer = cache.parts.reducer
         with reducer.lock:
             if not reducer.idle:

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 import numpy as np
 
 from hicache.core.identity import Adapter
-from hicache.core.residency import PRIVATE
 from hicache.errors import InvalidInput, OutOfSlots, StorageError
 from hicache.memory.writer import READY
 from hicache.records import Match, PageResult, Tier
@@ -188,7 +187,7 @@ class CacheDriver(DriverFrame):
                 life.write(engine, slot, content)
         engine.request.commit(min(upto * _P + self._choices.integer(0, 1), len(engine.tokens)), ready=ready)
         engine.committed = max(engine.committed, upto)
-        if isinstance(ready, Written) and pages:
+        if isinstance(ready, Written):
             self._note("committed behind an event")
             life.events.append(ready)
 
@@ -209,28 +208,19 @@ class CacheDriver(DriverFrame):
             self._end(engine)
 
     def _end(self, engine: Engine) -> None:
-        self._let_go(engine)
+        self._life.engines.remove(engine)  # its writes may still be under way
         aborted = self._one_in(4)
         counts = engine.request.close(aborted=aborted)
         require(counts.aborted == aborted, "aborted, and not counted so")
         require(engine.request.close() is counts and engine.request.counts is counts, "counted again")
         self._life.count(engine, counts)
 
-    def _let_go(self, engine: Engine) -> None:
-        """An engine ends its writes to what stays private before it closes its request."""
-        life = self._life
-        life.engines.remove(engine)
-        state = life.core.registry.tables[Tier.DEVICE].state
-        for event in life.events:
-            for slot in [slot for slot in event.writes if slot in engine.expected and state[slot] == PRIVATE]:
-                del event.writes[slot]
-
     def _drop(self) -> None:
         """An engine forgets to close: the request is collected."""
         engine = self._engine()
         if engine is None:
             return
-        self._let_go(engine)
+        self._life.engines.remove(engine)
         del engine.request
         self._life.dropped.append(engine)
         self._note("dropped")
@@ -337,7 +327,7 @@ class CacheDriver(DriverFrame):
         self._note("closed abruptly")
         engines = list(life.engines)
         for engine in engines:
-            self._let_go(engine)
+            self._life.engines.remove(engine)
         deadline = self._pick((0.0, 4 * TICK, 8.0))
         self._until = life.clock.now() + deadline
         report = life.cache.close(deadline)

@@ -28,8 +28,6 @@ from hicache.testing.told import ToldResidency
 
 T = TypeVar("T")
 _DEVICE, _HOST = int(Tier.DEVICE), int(Tier.HOST)
-_WRITING = -1
-"""Tag of a private slot that its request is writing; a transfer's mark is `-1 - its id`."""
 
 
 class CoreDriver:
@@ -59,7 +57,7 @@ class CoreDriver:
         self._prompts: list[Prompt] = []
         self._engines: list[ModelEngine] = []
         self._running: dict[int, RunningTransfer] = {}
-        self._writers: dict[int, Transfer] = {}
+        self._writers: dict[int, tuple[Transfer, int]] = {}
         self._stored: dict[tuple[bytes, int], set[int]] = {}
         self._acknowledged: dict[tuple[bytes, int], set[int]] = {}
         self._putting: set[tuple[bytes, int, int]] = set()
@@ -138,7 +136,9 @@ class CoreDriver:
             for tier, slots, tags in engine.reads:
                 assert self._tags[tier][slots].tolist() == tags, "bytes of a lease changed under it"
             private = self._private(engine.lease)
-            assert (self._tags[_DEVICE][private] == _WRITING).all(), "somebody else wrote a private slot"
+            assert (self._tags[_DEVICE][private] == engine.mark).all(), "somebody else wrote a private slot"
+        for writer, mark in self._writers.values():
+            assert (self._tags[_DEVICE][writer.private] == mark).all(), "a slot was reused before its writer had ended"
         for tree in self.core.trees:
             self._check_contents(tree)
 
@@ -194,7 +194,7 @@ class CoreDriver:
         lease = self.core.lease(tree, prompt, limit=limit, priority=self._choices.integer(0, 2))
         assert lease.match == before, "a lease found something else than the match before it"
         self._number += 1
-        engine = ModelEngine(lease, self._number)
+        engine = ModelEngine(lease, self._number, mark=-(1 << 40) - self._number)
         self._engines.append(engine)
         self._remember_reads(engine)
         if self._one_in(2):
@@ -233,7 +233,7 @@ class CoreDriver:
                 self._note("out of slots")
                 return
             assert room >= wanted
-            self._tags[_DEVICE][slots] = _WRITING
+            self._tags[_DEVICE][slots] = engine.mark
         if lease.start is None or self._one_in(5):
             return
         upto = lease.prompt.pages if self._one_in(2) else self._choices.integer(lease.committed, lease.prompt.pages)
@@ -245,11 +245,11 @@ class CoreDriver:
             self._tags[_DEVICE][written] = hashes[: len(written)]
         transfer = self.core.commit(lease, upto, ready=ready)
         state = self.core.registry.tables[_DEVICE].state
-        self._tags[_DEVICE][own[state[own] == PRIVATE]] = _WRITING  # what stayed private stays the engine's to write
+        self._tags[_DEVICE][own[state[own] == PRIVATE]] = engine.mark
         if transfer is not None:
             assert transfer.target_slots is not None
             self._tags[_DEVICE][transfer.target_slots] = -1 - transfer.id
-            self._writers[transfer.id] = transfer
+            self._writers[transfer.id] = transfer, engine.mark
             self._note("writer")
 
     def _decode(self) -> None:
@@ -428,8 +428,8 @@ class CoreDriver:
             self._tags[transfer.kind.target][transfer.target_slots] = -1 - transfer.id
 
     def _complete(self, number: int) -> None:
-        writer = self._writers.pop(number, None)
-        if writer is not None:
+        if number in self._writers:
+            writer, _ = self._writers.pop(number)
             self._fill_target(writer, some_fail(self._choices, writer.count))
             return
         running = self._running.pop(number)

@@ -18,6 +18,7 @@ class ModelEngine:
 
     lease: Lease
     number: int
+    mark: int  # tag of its private slots, which it may write at any time; a transfer's tag is -1 - its id
     reads: list[tuple[int, Slots, list[int]]] = field(default_factory=list)  # tier, slots, tags expected there
 
 

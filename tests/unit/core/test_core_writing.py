@@ -6,6 +6,7 @@ import pytest
 
 from hicache.core.config import EdgePolicy
 from hicache.core.transfers import TransferKind
+from hicache.errors import OutOfSlots
 from hicache.records import Match, MissReason, PageResult
 from hicache.testing.core import Stage
 
@@ -131,14 +132,69 @@ def test_a_page_has_one_writer_and_no_reader_while_it_is_on_its_way():
     writer = stage.core.commit(first, 3, ready=False)
     assert writer is not None
     assert stage.match("ABC") == Match()
-    assert stage.core.commit(second, 3, ready=False) is None  # coalesced: the same pages, on their way already
+    coalesced = stage.core.commit(second, 3, ready=False)  # the same pages, which are on their way already
+    assert coalesced is not None
+    assert coalesced.count == 0
     assert stage.match("ABC") == Match()
     stage.end(writer)
     assert stage.match("ABC") == Match(3)
     assert len(stage.take(TransferKind.WRITE_BACK)) == 1
     stage.core.release(second)
+    assert stage.core.statistics().device.quarantined == 3  # its engine still writes there
+    stage.end(coalesced)
+    assert stage.core.statistics().device.quarantined == 0
     stage.core.release(first)
     stage.core.check()
+
+
+def test_a_private_slot_is_not_free_before_its_writer_has_ended():
+    """The unaligned tail, pages that others had first, pages of a namespace that was cleared: all are being written."""
+    stage = Stage(device=8)
+    lease = stage.lease("AB")
+    stage.core.allocate(lease, 3)  # two pages and a tail
+    first = stage.core.commit(lease, 1, ready=False)
+    stage.core.clear(stage.tree())
+    second = stage.core.commit(lease, 2, ready=False)
+    assert first is not None
+    assert second is not None
+    stage.core.release(lease)
+    stage.core.sweep()
+    assert stage.core.statistics().device.free == 5
+    stage.core.check()
+    stage.end(second)
+    assert stage.core.statistics().device.free == 5  # the first writer may be in all of them
+    stage.end(first)
+    stage.at_rest()
+    assert stage.core.statistics().device.free == 8
+
+
+def test_what_is_committed_later_is_guarded_by_its_own_writer():
+    stage = Stage(device=8)
+    lease = stage.lease("ABC")
+    stage.core.allocate(lease, 3)
+    first = stage.core.commit(lease, 1, ready=False)
+    stage.core.commit(lease, 3, ready=True)
+    assert stage.match("ABC") == Match()
+    assert first is not None
+    stage.end(first)
+    assert stage.match("ABC") == Match(3)
+    stage.core.release(lease)
+    stage.at_rest()
+    assert stage.core.evict(DEVICE, 99) == 3
+
+
+def test_an_allocation_that_fails_leaves_the_request_as_it_was():
+    stage = Stage(device=4, host=8)
+    stage.commit("ABCD")
+    stage.settle()
+    stage.core.evict(DEVICE, 99)
+    lease = stage.lease("ABCDEF")
+    with pytest.raises(OutOfSlots):
+        stage.core.allocate(lease, 6)
+    assert stage.core.load(lease) == 4  # it may still load, and allocate less
+    stage.settle()
+    assert lease.device == 4
+    stage.core.release(lease)
 
 
 def test_pages_behind_another_request_s_unwritten_pages_wait_for_them():
