@@ -201,6 +201,25 @@ def test_fifty_hung_reads_do_not_stop_other_reads() -> None:
 
 
 @pytest.mark.case("FILE-8")
+def test_who_waits_behind_a_hung_read_sees_to_it_that_its_thread_is_replaced() -> None:
+    # The cache's own thread would look after 1,000 real seconds: only those who wait notice the manual clock.
+    setup = _Frozen(stored=2, read_threads=1, call_timeout=1000.0)
+    with setup.cache as cache:
+        setup.storage.script("get_into", delay(setup.gate))
+        first, _ = setup.ask(setup.stored[0], deadline=2000.0)
+        setup.gate.until_arrived(1)
+        behind, came_back = setup.ask(setup.stored[1], deadline=2000.0)
+        setup.clock.until_waiting(2)
+        start = setup.clock.now()
+        setup.clock.advance(1000.0)
+        behind.join(60)
+        assert came_back == [start + 1000.0]
+        setup.gate.open()
+        first.join(60)
+        _at_rest(cache)
+
+
+@pytest.mark.case("FILE-8")
 def test_at_the_cap_reads_stop_and_come_back_with_a_probe_that_works() -> None:
     setup = _Frozen(stored=12, max_hung=4, probe_seconds=10.0)
     with setup.cache as cache:
