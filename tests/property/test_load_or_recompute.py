@@ -54,7 +54,7 @@ class Served:
             storage=slow,
             prefetch="wait_complete",
             prefill_tokens_per_second=rate,
-            generation_seconds=None,  # asking for it costs its own bounded time, whatever is loaded
+            generation_seconds=None,  # asking for it again costs a moment of its own, whatever is loaded
         )
         self.engine = FakeEngine(self.cache)
         self.total = self.without = 0.0
