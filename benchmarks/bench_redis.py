@@ -27,6 +27,8 @@ from hicache.testing.servers import Server, binaries
 BATCH_BYTES = 32 << 20
 ROUNDS = 7
 BAR = 0.8
+ASKED = 512
+SETTINGS = {"maxmemory": "2gb", "maxmemory-policy": "allkeys-lru"}
 
 
 def payloads(size: int) -> list[memoryview]:
@@ -127,13 +129,42 @@ def compare(server: Server, url: str, address: tuple[str, int] | str, size: int)
     return a, b, c, d
 
 
+def contains(url: str, address: tuple[str, int] | str) -> tuple[float, float]:
+    """Milliseconds of the slowest of a hundred look-ups of many keys, and of the same requests sent and read raw."""
+    backend = load_backend("redis").from_url(StorageUrl.parse(url))
+    keys = [make_key(i) for i in range(ASKED)]
+    raw = Raw(address, [])
+    requests = b"".join(
+        b"*2\r\n$6\r\nEXISTS\r\n$%d\r\n%b\r\n" % (len(name), name) for name in (b"raw:" + k.name.encode() for k in keys)
+    )
+    answers = memoryview(bytearray(4 * ASKED))
+
+    def ask() -> None:
+        raw.socket.sendall(requests)
+        raw.receive(answers)
+
+    times: tuple[list[float], list[float]] = ([], [])
+    try:
+        for _ in range(200):
+            times[0].append(seconds(lambda: backend.contains(keys)))
+            times[1].append(seconds(ask))
+    finally:
+        backend.close()
+        raw.socket.close()
+    ours, theirs = (1e3 * float(np.percentile(series, 99)) for series in times)
+    return ours, theirs
+
+
 def rows() -> list[Row]:
     found = binaries()
     if not found:
         return [row("redis_put_2m", 0.0, "ratio", bar=BAR, at_least=True, reason="no server of Redis or Valkey here")]
     name, binary = next(iter(found.items()))
     result = []
-    with tempfile.TemporaryDirectory(prefix="hicache-bench-") as folder, Server(binary, Path(folder)) as server:
+    with (
+        tempfile.TemporaryDirectory(prefix="hicache-bench-") as folder,
+        Server(binary, Path(folder), SETTINGS) as server,
+    ):
         for kind, url, address in (
             ("", f"redis://127.0.0.1:{server.port}/0", server.address),
             ("_unix", f"redis:///0?socket={server.unix}", server.unix),
@@ -148,4 +179,9 @@ def rows() -> list[Row]:
                     result.append(
                         row(label, value, "GB/s", reference=reference, bar=BAR * reference, at_least=True, reason=shown)
                     )
+            value, reference = contains(url, address)
+            shown = f"p99 of {ASKED} keys in one round trip, beside the same requests raw, {name}"
+            result.append(
+                row(f"redis_contains_{ASKED}{kind}", value, "ms", reference=reference, bar=10.0, reason=shown)
+            )
     return result

@@ -92,7 +92,7 @@ class RedisBackend(StorageBackend):
     def get_into(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[ObjectResult]:
         """See `StorageBackend`. A buffer of another length than the stored payload is FAILED ("size")."""
         deadline = self._begin()
-        names = [self._names.object(key) for key in keys]
+        names = self._names.objects(keys)
         batch = Reads(names, keys, buffers, [None] * len(keys))
         reason = self._each_node(names, deadline, lambda pool, at: self._get_from(pool, at, batch, deadline))
         results = [result or _failed(reason) for result in batch.results]
@@ -107,7 +107,7 @@ class RedisBackend(StorageBackend):
         generation has ended).
         """
         deadline = self._begin()
-        names = [self._names.object(stored.key) for stored in objects]
+        names = self._names.objects([stored.key for stored in objects])
         batch = Writes(names, objects, [None] * len(objects), disbelieved=self._detour.disbelieved(names))
         self._refuse(batch, deadline)
         reason = self._each_node(names, deadline, lambda pool, at: self._put_to(pool, at, batch, deadline))
@@ -277,7 +277,7 @@ class RedisBackend(StorageBackend):
     def _flags(self, keys: Sequence[ObjectKey], verb: bytes, *arguments: bytes, unknown: bool = False) -> list[bool]:
         """One command a key that answers a number; True where it is above zero, `unknown` where there is no answer."""
         deadline = self._begin()
-        names = [self._names.object(key) for key in keys]
+        names = self._names.objects(keys)
         answers: list[int | str | None] = [None] * len(keys)
 
         def work(pool: NodePool, at: Sequence[int]) -> None:

@@ -11,7 +11,6 @@ from typing import Any, Final
 from redis import exceptions as errors
 
 from hicache.errors import ConfigError
-from hicache.units import format_size
 
 from .settings import Mode, RedisSettings
 
@@ -193,11 +192,11 @@ def warnings(settings: RedisSettings, facts: Facts) -> Iterator[str]:
     limit = _output_limit(facts.settings.get("client-output-buffer-limit", ""))
     if 0 < limit < settings.window + (1 << 20):
         yield (
-            f"client-output-buffer-limit normal is {format_size(limit)}, below the {format_size(settings.window)} that "
+            f"client-output-buffer-limit normal is {_mebibytes(limit)}, below the {_mebibytes(settings.window)} that "
             "may be under way: set it to 0, or give a smaller window="
         )
     if facts.largest_value < 64 << 20:
-        yield f"proto-max-bulk-len is {format_size(facts.largest_value)}: larger objects are refused"
+        yield f"proto-max-bulk-len is {_mebibytes(facts.largest_value)}: larger objects are refused"
     if facts.settings.get("save") or facts.settings.get("appendonly") == "yes":
         yield "it persists its data, at the price of forks and memory, and a cache need not: save '', appendonly no"
 
@@ -213,7 +212,7 @@ def _about_memory(settings: RedisSettings, facts: Facts) -> Iterator[str]:
     elif facts.policy.endswith("-random"):
         yield f"maxmemory-policy {facts.policy} evicts whatever it meets, starts of prompts too: use an lru or lfu one"
     if facts.maxmemory < _SMALL:
-        yield f"maxmemory is {format_size(facts.maxmemory)}: less than the pages of a few prompts"
+        yield f"maxmemory is {_mebibytes(facts.maxmemory)}: less than the pages of a few prompts"
 
 
 def _output_limit(text: str) -> int:
@@ -221,3 +220,7 @@ def _output_limit(text: str) -> int:
         if kind == "normal" and hard.isdecimal():
             return int(hard)
     return 0
+
+
+def _mebibytes(size: int) -> str:
+    return f"{size / (1 << 20):.4g} MiB"

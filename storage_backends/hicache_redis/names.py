@@ -10,6 +10,7 @@ No name has braces, so that the keys of a chain spread over the slots of a clust
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 from hicache.errors import InvalidInput
@@ -38,6 +39,20 @@ class Names:
     def object(self, key: ObjectKey) -> bytes:
         """The name of an object."""
         return self._start + key.name.encode("ascii")
+
+    def objects(self, keys: Sequence[ObjectKey]) -> list[bytes]:
+        """The names of several objects, which mostly differ in their page hash alone."""
+        found: list[bytes] = []
+        start, suffix = "", ""
+        last: ObjectKey | None = None
+        for key in keys:
+            if last is None or key.namespace != last.namespace or key.generation != last.generation:
+                start = f"{self._start.decode()}{key.namespace.hex()}/{key.generation}/"
+            if last is None or key.shard is not last.shard:
+                suffix = key.shard.suffix
+            found.append(f"{start}{key.page_hash.hex()}{suffix}".encode("ascii"))
+            last = key
+        return found
 
     def generation(self, namespace: bytes) -> bytes:
         """The name of a namespace's generation."""

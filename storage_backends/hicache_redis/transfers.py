@@ -185,13 +185,13 @@ def store(channel: Channel, batch: Writes, at: Sequence[int], *, window: int, tt
     tail = b""
     channel.hint = 4096
     for index in missing:
-        stored = batch.objects[index]
-        size = len(stored.header) + stored.payload.nbytes
+        stored, size = batch.objects[index], _size(batch, index)
         while waiting and under_way + size > window:
             channel.send([tail])
             tail = b""
-            under_way -= _acknowledge(channel, batch, waiting.pop(0))
-            refused = refused or _fatal(batch)
+            under_way -= _size(batch, waiting[0])
+            word = _acknowledge(channel, batch, waiting.pop(0))
+            refused = refused or (word if word in _GIVES_UP else "")
         if refused:
             batch.errors[index] = refused
             continue
@@ -206,22 +206,25 @@ def store(channel: Channel, batch: Writes, at: Sequence[int], *, window: int, tt
     for index in waiting:
         _acknowledge(channel, batch, index)
     if ttl and batch.skipped:
-        mine = [index for index in at if index in set(batch.skipped)]
+        skipped = set(batch.skipped)
+        mine = [index for index in at if index in skipped]
         ask(channel, [command(b"EXPIRE", batch.names[index], b"%d" % ttl) for index in mine])
 
 
-def _fatal(batch: Writes) -> str:
-    return next((word for word in batch.errors.values() if word in _GIVES_UP), "")
-
-
-def _acknowledge(channel: Channel, batch: Writes, index: int) -> int:
-    reply = channel.reply(b"+")
+def _size(batch: Writes, index: int) -> int:
     stored = batch.objects[index]
+    return len(stored.header) + stored.payload.nbytes
+
+
+def _acknowledge(channel: Channel, batch: Writes, index: int) -> str:
+    """Take the answer to a write; empty, or the word for why it was refused."""
+    reply = channel.reply(b"+")
     if reply == b"+OK":
         batch.results[index] = OK
-    elif isinstance(reply, bytes):
-        batch.errors[index] = reason_of_reply(reply[1:])
-    return len(stored.header) + stored.payload.nbytes
+        return ""
+    word = reason_of_reply(reply[1:]) if isinstance(reply, bytes) else "protocol"
+    batch.errors[index] = word
+    return word
 
 
 def _not_there(channel: Channel, batch: Writes, at: Sequence[int]) -> list[int]:

@@ -216,3 +216,17 @@ def _leads(server: Server) -> bool:
 def _knows_a_replica(sentinel: Server) -> bool:
     found = sentinel.call("SENTINEL", "REPLICAS", "mymaster")
     return isinstance(found, list) and len(found) == 1
+
+
+def test_a_node_that_is_full_does_not_stop_the_others(cluster: Cluster) -> None:
+    full = cluster.servers[0]
+    full.call("CONFIG", "SET", "maxmemory", int(full.info("memory", "used_memory")) // 2)
+    backend = opened(f"redis+cluster://127.0.0.1:{full.port}?deadline=20&timeout=20&window=1")
+    try:
+        results = backend.put(make_chain(48, SIZE))
+        assert {result.reason for result in results} == {"", "oom"}
+        held = sum(int(str(node.call("DBSIZE"))) for node in cluster.servers[1:])
+        assert status_of(results).count(OK) == held > 16
+        assert full.call("DBSIZE") == 0
+    finally:
+        backend.close()

@@ -6,7 +6,8 @@ import fnmatch
 
 import pytest
 
-from hicache.testing.objects import NAMESPACE, make_key
+from hicache.storage.base import Shard
+from hicache.testing.objects import NAMESPACE, SHARD, make_key
 from hicache_redis.names import Names, escape_glob
 
 
@@ -20,6 +21,15 @@ def test_a_name_is_parsed_back_to_its_key_and_to_nothing_else() -> None:
     assert names.parse(name) == key
     for other in (b"", b"kv:", name[1:], b"k" + name, name + b"x", name.upper(), b"kv:\xff", b"other:" + name[3:]):
         assert names.parse(other) is None
+
+
+def test_names_of_a_batch_are_those_of_its_keys() -> None:
+    names = Names("kv")
+    shards = [SHARD, Shard(SHARD.geometry, (4, 8), 1), Shard(SHARD.geometry, (4, 8), 1)]
+    keys = [make_key(i, generation=i // 4, shard=shards[i % 3]) for i in range(12)]
+    keys += [make_key(1), make_key(1, namespace=bytes(16)), make_key(2, hash_size=32)]
+    assert names.objects(keys) == [names.object(key) for key in keys]
+    assert names.objects([]) == []
 
 
 def test_labels_are_no_objects() -> None:
