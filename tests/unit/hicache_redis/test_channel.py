@@ -206,3 +206,19 @@ def test_a_real_socket_times_out_and_is_given_back_as_it_was(pair: tuple[socket.
 def test_a_connection_without_socket_is_no_connection() -> None:
     with pytest.raises(Trouble, match="connection"):
         socket_of(SimpleNamespace(_sock=None))
+
+
+@pytest.mark.case("REDIS-6")
+def test_a_connection_with_leftover_bytes_is_not_clean() -> None:
+    channel = channel_of(b"+OK\r\n:7\r\n")
+    assert channel.clean
+    channel.line()
+    assert not channel.clean, "somebody's reply is left"
+    assert channel.reply(b":") == 7
+    assert channel.clean
+    wrong = value(OBJECTS[1].header + bytes(OBJECTS[1].payload))
+    batch = Reads([b"n"], [OBJECTS[0].key], [memoryview(bytearray(5000))], [None])
+    channel = channel_of(wrong)
+    fetch(channel, batch, [0], 1 << 20)
+    assert batch.doubtful == {0}
+    assert not channel.clean, "an object of another name may be the answer to another question"
