@@ -113,7 +113,7 @@ def _read_one(channel: Channel, batch: Reads, index: int, *, last: bool) -> None
         if last:
             channel.hint = 2
         channel.end_value()
-        if result.status is ObjectStatus.CORRUPT or (result.status is ObjectStatus.MISSING and result.header):
+        if result.status is ObjectStatus.CORRUPT or result.reason == VerdictKind.FOREIGN:
             batch.doubtful.add(index)
             channel.suspect = True
         batch.results[index] = result
