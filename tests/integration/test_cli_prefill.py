@@ -35,8 +35,8 @@ def replayed(small_trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
 @pytest.mark.slow
 def test_a_slow_engine_loads_and_a_fast_one_computes(replayed: Any) -> None:
     assert replayed()["prefill"] is None
-    slow = replayed("--prefill-rate", "1000")
-    assert slow["prefill"]["tokens_per_second"] == 1000
+    slow = replayed("--prefill-rate", "1")  # so slow that loading pays on any machine
+    assert slow["prefill"]["tokens_per_second"] == 1
     assert slow["prefill"]["pages_planned"] > 0
     assert 0 < slow["prefill"]["seconds"] < slow["prefill"]["seconds_without"]
     fast = replayed("--prefill-rate", "1e12")
