@@ -169,9 +169,9 @@ MUTANTS = (
         "",
     ),
     core(
-        "a HOST copy that went leaves its DEVICE copy clean",
+        "a DEVICE copy that became clean stays among the dirty",
         "copies.py",
-        "            registry.candidates[DEVICE].refile(node)  # it may have become dirty\n",
+        "            registry.candidates[DEVICE].refile(node)  # it has become clean\n",
         "            pass\n",
     ),
     core(

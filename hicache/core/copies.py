@@ -270,8 +270,7 @@ class Copies:
         elif node.parent is not None and not node.parent.is_root():
             node.parent.below[tier] -= 1
             candidates.file(node.parent)
-        if tier == HOST:
-            registry.candidates[DEVICE].refile(node)  # it may have become dirty
+        # A DEVICE copy that has become dirty by this is filed anew when its entry among the clean is looked at.
 
     # ---- eviction
 

@@ -252,3 +252,22 @@ def test_pages_that_were_declined_are_over_budget():
     stage.core.decline(lease, 4)
     counts = stage.core.release(lease)
     assert (counts.host, counts.missed) == (2, {MissReason.OVER_BUDGET: 2, MissReason.COLD: 1})
+
+
+def test_pages_that_a_fetch_makes_clean_are_filed_as_clean():
+    """Computed while they were fetched, and disbelieved meanwhile: it is the fetch that gives them a copy below."""
+    stage = Stage.filled(fetch_pages=8)
+    for tier in (DEVICE, HOST):
+        stage.core.evict(tier, 99)
+    lease = stage.lease("ABCD")
+    stage.core.prefetch(lease)
+    (fetch,) = stage.take(TransferKind.FETCH)
+    stage.commit("ABCD")
+    stage.core._copies.set_belief(stage.tree().walk(stage.prompt("ABCD"))[0][0], 0)
+    node = stage.tree().walk(stage.prompt("ABCD"))[0][0]
+    assert node.filed_dirty[DEVICE]
+    stage.end(fetch)
+    assert not node.filed_dirty[DEVICE]
+    stage.core.release(lease)
+    stage.settle()
+    stage.at_rest()
