@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hicache.clock import Clock, MonotonicClock
     from hicache.core.config import EdgePolicy
+    from hicache.core.eviction import register_policy
     from hicache.core.identity import Adapter, Namespace
     from hicache.core.layout import KVGeometry
     from hicache.core.reasons import RequestCounts
@@ -113,11 +114,13 @@ __all__ = [
     "TraceError",
     "WriterEvent",
     "open",
+    "register_policy",
 ]
 
 _HOMES = {
     "hicache.clock": ("Clock", "MonotonicClock"),
     "hicache.core.config": ("EdgePolicy",),
+    "hicache.core.eviction": ("register_policy",),
     "hicache.core.identity": ("Adapter", "Namespace"),
     "hicache.core.layout": ("KVGeometry",),
     "hicache.core.reasons": ("RequestCounts",),

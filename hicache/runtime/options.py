@@ -59,7 +59,8 @@ class Options:
     """How the runtime behaves. All of it has defaults; names are those of `hicache.open`.
 
     Attributes:
-        eviction: name of an eviction policy.
+        eviction: `lru`, `lfu`, `slru`, `priority`, or a name given to `hicache.register_policy`. A priority never wears
+            off: pages once used at a high one go after all pages of lower ones.
         device_to_host, host_to_storage: write policies of the two edges.
         prefetch: `best_effort` takes what is in host memory when `load` is called; `timeout` waits for storage as
             `prefetch_timeout` says; `wait_complete` waits as long as the request's own deadline allows.
