@@ -43,7 +43,7 @@ class CacheDriver(DriverFrame):
         if self._one_in(40):
             extra["adapter"] = _NO_DIGEST
         asked = (max(len(tokens) - 1, 0) if logits else len(tokens)) // _P
-        steps, at_rest = self.steps, life.at_rest()
+        before, at_rest = (self.steps, self.seen.get("waited")), life.at_rest()
         told = life.told(self._derived[which], whole_pages(tokens), asked)
         deadline = self._pick(_DEADLINES)
         self._until = life.clock.now() + (1.0 if deadline is None else min(deadline, 1.0))
@@ -67,7 +67,7 @@ class CacheDriver(DriverFrame):
         life.engines.append(engine)
         if bypassed:
             require(request.match == Match(), "a request past the cache has matched something")
-        elif at_rest and steps == self.steps and self._known(which):
+        elif at_rest and before == (self.steps, self.seen.get("waited")) and self._known(which):
             require(request.match == told, f"a request matches {request.match}, events say {told}")
             self._note(f"matched {'nothing' if not told.pages else 'something'}")
         if len(life.engines) > self._choices.integer(2, 6):
