@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from hicache.core.config import EdgePolicy
 from hicache.core.transfers import TransferKind
 from hicache.errors import OutOfSlots
 from hicache.records import Match, MissReason, PageResult
@@ -267,6 +268,25 @@ def test_pages_that_a_fetch_makes_clean_are_filed_as_clean():
     node = stage.tree().walk(stage.prompt("ABCD"))[0][0]
     assert node.filed_dirty[DEVICE]
     stage.end(fetch)
+    assert not node.filed_dirty[DEVICE]
+    stage.core.release(lease)
+    stage.settle()
+    stage.at_rest()
+
+
+def test_pages_fetched_behind_what_storage_is_not_known_to_have_are_clean_too():
+    stage = Stage(device=16, host=16, storage=True, host_to_storage=EdgePolicy(None))
+    stage.commit("ABX")
+    stage.settle()
+    lease = stage.lease("ABCD")
+    stage.core.believe(lease, 4)
+    assert stage.core.prefetch(lease) == 4
+    (fetch,) = stage.take(TransferKind.FETCH)
+    stage.commit("ABCD")  # computed meanwhile
+    _, (node, _) = stage.tree().walk(stage.prompt("ABCD"))
+    assert node.filed_dirty[DEVICE]
+    stage.end(fetch)
+    assert (node.believed, node.resident[HOST]) == (0, 2)
     assert not node.filed_dirty[DEVICE]
     stage.core.release(lease)
     stage.settle()
