@@ -7,10 +7,11 @@ STAMP := $(VENV)/.installed
 TRACE := benchmarks/traces/conversation_1000.jsonl
 DEMO := build/demo
 OLDEST := build/redis-oldest
-SOURCES := hicache storage_backends tests benchmarks
-PYTEST := HYPOTHESIS_PROFILE=$${HYPOTHESIS_PROFILE:-ci} $(BIN)/coverage run -m pytest -q
+SOURCES := hicache storage_backends proto tests benchmarks
+PYTEST := HYPOTHESIS_PROFILE=$${HYPOTHESIS_PROFILE:-ci} $(BIN)/python -m pytest -q
+COVERED := --cov --cov-report= --cov-fail-under=0
 
-.PHONY: help .venv demo test lint unit wheel bench redis-oldest cases mutants soak clean
+.PHONY: help .venv demo test lint contract unit wheel bench redis-oldest cases mutants soak clean
 .DEFAULT_GOAL := help
 
 help:
@@ -23,6 +24,7 @@ help:
 	@echo "make mutants  put known bugs into a copy and see the tests catch each"
 	@echo "make soak     long random runs with faults, for SOAK_SECONDS (600)"
 	@echo "make .venv    only the environment"
+	@echo "make contract  a release: freeze the protocol that later ones may not break"
 	@echo "make clean    remove what the above made, the environment too"
 
 .venv: $(STAMP)
@@ -31,7 +33,7 @@ help:
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group lint --group test --editable ".[torch,cli,redis]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group lint --group test --editable ".[torch,cli,redis,server]"
 	touch $@
 
 # Small enough for any machine, small tiers on purpose: device and host overflow, so all three tiers answer. The second
@@ -52,9 +54,18 @@ lint: $(STAMP)
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/buf lint proto
+	$(BIN)/buf breaking proto --against proto/released.json
+	$(BIN)/python proto/generate.py --check
 
+# What `buf breaking` compares with; run it with a release, never to silence it.
+contract: $(STAMP)
+	$(BIN)/buf build proto --exclude-source-info -o -#format=json | $(BIN)/python -m json.tool --indent 1 > proto/released.json
+
+# One process a core, up to eight. A test that hangs for two minutes fails and takes its process with it; another goes on.
 unit: $(STAMP)
-	$(PYTEST) tests/unit tests/property tests/conformance tests/packaging tests/integration tests/chaos
+	$(PYTEST) $(COVERED) --numprocesses auto --maxprocesses 8 --dist worksteal -m "not alone" tests
+	$(PYTEST) $(COVERED) --cov-append -m alone tests
 	$(BIN)/coverage report
 
 # What users install is the wheel, so it is tried in an environment of its own, without any extra.
