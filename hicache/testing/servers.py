@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
 import os
 import shutil
 import signal
@@ -24,6 +25,9 @@ __all__ = ["Cluster", "Reply", "RespError", "Server", "binaries", "call", "free_
 PATIENCE: Final = 20.0
 """Seconds that a server may take for what takes milliseconds on a machine that is not overloaded."""
 _STEP: Final = 0.01
+_PORTS: Final = range(12_000, 22_000)
+_STRIDE: Final = 100
+_TRIED: Final = itertools.count()
 
 Reply = int | bytes | None | list["Reply"]
 
@@ -53,13 +57,18 @@ def has_tls(binary: str) -> bool:
 
 
 def free_port() -> int:
-    """A port that nobody listens on now. Below 55,536, so that a cluster bus at ten thousand above fits too."""
+    """A port that nobody listens on now, and its cluster bus, ten thousand above, neither.
+
+    Both lie below the ports that systems give to outgoing connections, and processes at work side by side look at
+    different ones, so that nobody takes it until a server listens there.
+    """
     while True:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = int(probe.getsockname()[1])
-        if port < 55_536:
-            return port
+        port = _PORTS[(os.getpid() + next(_TRIED) * _STRIDE) % len(_PORTS)]
+        with socket.socket() as probe, socket.socket() as bus:
+            with contextlib.suppress(OSError):
+                probe.bind(("127.0.0.1", port))
+                bus.bind(("127.0.0.1", port + 10_000))
+                return port
 
 
 def call(address: tuple[str, int] | str, *words: str | bytes | int, timeout: float = PATIENCE) -> Reply:

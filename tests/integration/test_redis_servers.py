@@ -143,6 +143,8 @@ def test_settings_that_would_hurt_are_told(
         (warning,) = open_url(f"redis://127.0.0.1:{server.port}/0").health.warnings
     assert text in warning
     assert len(caplog.messages) == 1
+    server.call("CONFIG", "SET", "appendonly", "no")  # while it writes its first file, it does not end
+    server.kill()  # one that writes its first append-only file does not end when it is asked to
 
 
 def test_what_is_longer_than_the_server_takes_is_refused_before_it_is_sent(server: Server, open_url: Open) -> None:

@@ -35,7 +35,7 @@ def soak(repository: Path, *arguments: str, **options: Any) -> subprocess.Comple
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["core", "cache", "threads"])
+@pytest.mark.parametrize("mode", ["core", "cache", pytest.param("threads", marks=pytest.mark.alone)])
 def test_one_round_of_each_kind(repository: Path, mode: str) -> None:
     done = soak(repository, "--once", "--mode", mode, "--seed", "7")
     assert done.returncode == 0, done.stdout + done.stderr
