@@ -29,6 +29,7 @@ __all__ = [
     "ObjectResult",
     "ObjectStatus",
     "RawMedium",
+    "Resting",
     "Shard",
     "StorageBackend",
     "StorageStatistics",
@@ -260,6 +261,15 @@ class Listing(Protocol):
         Raises:
             StorageError: it could not be read.
         """
+        ...
+
+
+@runtime_checkable
+class Resting(Protocol):
+    """Storage that leaves its servers alone for moments after they failed, whoever calls."""
+
+    def resting(self) -> bool:
+        """Whether a call made now would be failed without asking any server. Never waits."""
         ...
 
 

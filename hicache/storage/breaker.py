@@ -15,6 +15,7 @@ from hicache.storage.base import (
     ObjectKey,
     ObjectResult,
     ObjectStatus,
+    Resting,
     StorageBackend,
     StorageStatistics,
     StoredObject,
@@ -41,7 +42,8 @@ class BreakerPolicy:
     Attributes:
         failures: calls that fail one after the other until it opens.
         timeout: seconds after which a call that is still running, or that has just ended, counts as failed.
-        interval: seconds between opening and the first probe, and between two probes that failed.
+        interval: seconds between opening and the first probe, and between the beginnings of two probes, so that
+            trouble that has ended costs no more than that.
     """
 
     failures: int = 5
@@ -72,11 +74,15 @@ class Breaker:
     Args:
         policy: when it opens.
         now: a monotonic clock in seconds.
+        resting: whether the backend would answer a call without trying; a probe then waits for it.
     """
 
-    def __init__(self, policy: BreakerPolicy, *, now: Callable[[], float]) -> None:
+    def __init__(
+        self, policy: BreakerPolicy, *, now: Callable[[], float], resting: Callable[[], bool] = lambda: False
+    ) -> None:
         self._policy: Final = policy
         self._now = now
+        self._resting = resting
         self._lock = threading.Lock()
         self._running: dict[_Call, None] = {}  # in order of their start
         self._state = BreakerState.CLOSED
@@ -100,7 +106,7 @@ class Breaker:
             self._expire(now)
             probe = False
             if self._state is not BreakerState.CLOSED:
-                if self._probe is not None or now < self._probe_at:
+                if self._probe is not None or now < self._probe_at or self._resting():
                     self._refused += objects
                     return None
                 self._state = BreakerState.HALF_OPEN
@@ -169,7 +175,7 @@ class Breaker:
         call.judged = True
         if call.probe:
             self._probe = None
-            self._judge_probe(reason, now, proof=proof)
+            self._judge_probe(reason, call.started, proof=proof)
         elif reason:
             self._failures += 1
             if self._state is BreakerState.CLOSED and self._failures >= self._policy.failures:
@@ -177,10 +183,10 @@ class Breaker:
         elif self._state is BreakerState.CLOSED:
             self._failures = 0  # a call from before the opening proves nothing while it is open
 
-    def _judge_probe(self, reason: str, now: float, *, proof: bool) -> None:
+    def _judge_probe(self, reason: str, started: float, *, proof: bool) -> None:
         if reason:
             self._failures += 1
-            self._open(reason, now)
+            self._open(reason, started)
             return
         self._answered += 1
         if proof or self._answered >= self._policy.failures:
@@ -188,12 +194,12 @@ class Breaker:
             self._failures = self._answered = 0
             self._reason = ""
 
-    def _open(self, reason: str, now: float) -> None:
+    def _open(self, reason: str, since: float) -> None:
         self._opened += self._state is BreakerState.CLOSED
         self._state = BreakerState.OPEN
         self._reason = reason
         self._answered = 0
-        self._probe_at = now + self._policy.interval
+        self._probe_at = since + self._policy.interval
 
 
 class BreakerBackend(WrapperBackend):
@@ -217,8 +223,9 @@ class BreakerBackend(WrapperBackend):
         self, inner: StorageBackend, policy: BreakerPolicy, *, now: Callable[[], float] = time.monotonic
     ) -> None:
         super().__init__(inner)
-        self.reads: Final = Breaker(policy, now=now)
-        self.writes: Final = Breaker(policy, now=now)
+        resting = inner.resting if isinstance(inner, Resting) else _never
+        self.reads: Final = Breaker(policy, now=now, resting=resting)
+        self.writes: Final = Breaker(policy, now=now, resting=resting)
 
     def get_into(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[ObjectResult]:
         """See `StorageBackend`."""
@@ -291,6 +298,10 @@ class BreakerBackend(WrapperBackend):
         finally:
             breaker.end(ticket, reason, proof=proof)
         return answer
+
+
+def _never() -> bool:
+    return False
 
 
 def _refused(count: int) -> list[ObjectResult]:

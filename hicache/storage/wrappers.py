@@ -20,6 +20,7 @@ from hicache.storage.base import (
     ObjectResult,
     ObjectStatus,
     RawMedium,
+    Resting,
     StorageBackend,
     StorageStatistics,
     StoredObject,
@@ -119,10 +120,19 @@ class _RawWrapper:
         return seconds
 
 
+class _RestingWrapper:
+    inner: Any
+
+    def resting(self) -> bool:
+        resting: bool = self.inner.resting()
+        return resting
+
+
 _CAPABILITIES: Final[tuple[tuple[type, type], ...]] = (
     (Manifests, _ManifestWrapper),
     (Listing, _ListingWrapper),
     (RawMedium, _RawWrapper),
+    (Resting, _RestingWrapper),
 )
 
 

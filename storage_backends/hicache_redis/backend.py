@@ -237,6 +237,10 @@ class RedisBackend(StorageBackend):
                 ttl=self.settings.ttl,
             )
 
+    def resting(self) -> bool:
+        """See `Resting`."""
+        return self._topology.resting()
+
     def close(self) -> None:
         """See `StorageBackend`."""
         with self._lock:

@@ -7,6 +7,7 @@ since redis-py would read each value into several buffers of its own before givi
 from __future__ import annotations
 
 import socket
+import ssl
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -14,7 +15,7 @@ import numpy as np
 
 from .trouble import Trouble
 
-__all__ = ["Channel", "Deadline", "socket_of"]
+__all__ = ["Channel", "Deadline", "is_connected", "socket_of"]
 
 MAX_LINE: Final = 64 * 1024
 _SCRATCH: Final = 16 * 1024
@@ -52,7 +53,7 @@ class Deadline:
 
 
 def socket_of(connection: Any) -> socket.socket:
-    """The socket of a connected connection: the one place that knows how redis-py keeps it.
+    """The socket of a connected connection: here alone is it known how redis-py keeps it.
 
     Raises:
         Trouble: it is not connected.
@@ -61,6 +62,11 @@ def socket_of(connection: Any) -> socket.socket:
     if found is None:
         raise Trouble("connection")
     return found  # type: ignore[no-any-return]
+
+
+def is_connected(connection: Any) -> bool:
+    """Whether a connection has a socket; the other side may have closed it."""
+    return getattr(connection, "_sock", None) is not None
 
 
 class Channel:
@@ -82,6 +88,7 @@ class Channel:
     def __init__(self, connection: Any, *, timeout: float, deadline: Deadline) -> None:
         self._connection = connection
         self._socket = socket_of(connection)
+        self._in_pieces = isinstance(self._socket, ssl.SSLSocket)
         self._timeout = timeout
         self._deadline = deadline
         self._armed = 0.0
@@ -99,8 +106,12 @@ class Channel:
 
     def send(self, parts: Sequence[bytes | memoryview]) -> None:
         """Send the parts in order, without copying them together."""
-        self._arm()
-        self._connection.send_packed_command(parts, check_health=False)
+        for part in parts:
+            if self._in_pieces:
+                self._send_pieces(memoryview(part))
+            else:
+                self._arm()  # the whole of a plain socket's `sendall` is bounded by its time-out
+                self._connection.send_packed_command((part,), check_health=False)
 
     def line(self) -> bytes:
         """The next line, without its end."""
@@ -198,6 +209,13 @@ class Channel:
         if count == 0:
             raise Trouble("connection")
         return count
+
+    def _send_pieces(self, part: memoryview) -> None:
+        """As `sendall` of TLS, whose time-out begins anew with each record."""
+        view = part.cast("B")
+        while view.nbytes:
+            self._arm()
+            view = view[self._socket.send(view) :]
 
     def _arm(self) -> None:
         """The socket's time-out is what is left of the deadline, where that is less; set only when it changes."""

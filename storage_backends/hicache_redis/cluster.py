@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from redis import cluster
 from redis.exceptions import RedisClusterException, RedisError
 
+from .aside import Aside
 from .channel import Deadline
 from .pool import Gate, NodePool, connection_of
 from .settings import Mode, RedisSettings
@@ -16,6 +17,8 @@ from .topology import Groups, Pools, SentinelPrimary, SingleServer, Topology
 from .trouble import Trouble, reason_of_error
 
 __all__ = ["ClusterNodes", "make_topology"]
+
+T = TypeVar("T")
 
 REDRAW_SECONDS: Final = 1.0
 _PATIENCE: Final = 10.0
@@ -46,7 +49,9 @@ class ClusterNodes:
         self._gate = Gate(now=now)
         self._lock = threading.Lock()
         self._client: Any = None
+        self._closed = False
         self._stale = False
+        self._aside = Aside()
         self._now = now
         self._drawn_at = 0.0
         self._drawing: threading.Thread | None = None
@@ -59,10 +64,11 @@ class ClusterNodes:
             groups.setdefault(self._serving(client, name), []).append(index)
         return list(groups.items())
 
-    def client_for(self, name: bytes, deadline: Deadline) -> Any:
+    def ask(self, name: bytes, work: Callable[[Any], T], deadline: Deadline) -> T:
         """See `Topology`. Follows MOVED and ASK, and corrects the map of slots on the way."""
         del name
-        return self._connected(deadline)
+        client = self._connected(deadline)
+        return self._aside.run(lambda: work(client), deadline)
 
     def primaries(self, deadline: Deadline) -> list[NodePool]:
         """See `Topology`."""
@@ -75,9 +81,14 @@ class ClusterNodes:
         if reason in ("timeout", "connection", "clusterdown", "readonly", "loading", "masterdown"):
             self._stale = True
 
+    def resting(self) -> bool:
+        """See `Topology`."""
+        return self._gate.resting() if self._client is None else self._pools.resting()
+
     def close(self) -> None:
         """See `Topology`."""
         with self._lock:
+            self._closed = True
             client, self._client = self._client, None
             drawing = self._drawing
         if drawing is not None:
@@ -108,21 +119,27 @@ class ClusterNodes:
         deadline.check()
         self._gate.enter()
         try:
-            client = self._open()
-        except (OSError, RedisError, RedisClusterException) as error:
+            return self._aside.run(self._open, deadline)
+        except (OSError, RedisError, RedisClusterException, Trouble) as error:
             reason = reason_of_error(error.__cause__ or error)
             self._gate.failed(reason)
             raise Trouble(reason) from error
         except BaseException:
             self._gate.worked()
             raise
+
+    def _open(self) -> Any:
+        """Connect to the cluster. The client is kept although it may come too late for who asked."""
+        client = self._make()
         self._gate.worked()
         with self._lock:
-            if self._client is None:
+            if self._closed:
+                pass
+            elif self._client is None:
                 self._client, self._drawn_at = client, self._now()
                 return client
             known = self._client
-        client.close()  # another caller was faster
+        client.close()  # another caller was faster, or it comes too late for anybody
         return known
 
     def _draw_again(self, client: Any) -> None:
@@ -144,7 +161,7 @@ class ClusterNodes:
             with self._lock:
                 self._drawing = None
 
-    def _open(self) -> Any:
+    def _make(self) -> Any:
         settings = self._settings
         _, arguments = connection_of(settings, settings.addresses[0])
         for name in ("host", "port", "db"):

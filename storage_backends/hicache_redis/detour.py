@@ -67,7 +67,7 @@ class Detour:
         name, key, buffer = batch.names[index], batch.keys[index], batch.buffers[index]
         try:
             deadline.check()
-            value = self._topology.client_for(name, deadline).get(name)
+            value = self._topology.ask(name, lambda client: client.get(name), deadline)
         except _ERRORS as error:
             return _failed(reason_of_error(error))
         if value is None:
@@ -91,7 +91,7 @@ class Detour:
         try:
             deadline.check()
             value = b"".join((stored.header, stored.payload))
-            self._topology.client_for(name, deadline).set(name, value, ex=self._ttl)
+            self._topology.ask(name, lambda client: client.set(name, value, ex=self._ttl), deadline)
         except _ERRORS as error:
             return _failed(reason_of_error(error))
         return OK
@@ -109,7 +109,11 @@ class Detour:
         self._topology.noticed(pool, word)
         try:
             deadline.check()
-            return int(self._topology.client_for(name, deadline).execute_command(words[0].decode(), name, *words[1:]))
+            verb, *arguments = words
+            answer = self._topology.ask(
+                name, lambda client: client.execute_command(verb.decode(), name, *arguments), deadline
+            )
+            return int(answer)
         except _ERRORS as error:
             return reason_of_error(error)
 
@@ -123,7 +127,7 @@ class Detour:
         """Remove a damaged object. If that fails it is found again."""
         try:
             deadline.check()
-            self._topology.client_for(name, deadline).unlink(name)
+            self._topology.ask(name, lambda client: client.unlink(name), deadline)
         except _ERRORS:
             return
 

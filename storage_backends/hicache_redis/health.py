@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections.abc import Callable
@@ -61,8 +62,9 @@ class Health:
         try:
             self._check_way(deadline)
             for pool in self._topology.primaries(deadline):
-                told += [f"{_shown(pool.address)}: {line}" for line in self._inspect(pool)]
-                self._probe(pool.client)
+                inspect = functools.partial(self._inspect, pool)
+                told += [f"{_shown(pool.address)}: {line}" for line in pool.ask(inspect, deadline)]
+                pool.ask(self._probe, deadline)
         except (*_ERRORS, Trouble) as error:
             if reason := explain(self._settings, error):
                 raise ConfigError(reason) from None
@@ -102,8 +104,7 @@ class Health:
         """Ask the nodes; those in trouble keep what they said last."""
         try:
             for pool in self._topology.primaries(deadline):
-                with pool.own(deadline):
-                    self._look(pool, settings=False)
+                pool.own(functools.partial(self._look, pool, settings=False), deadline)
         except Trouble:
             pass
         finally:
@@ -111,14 +112,14 @@ class Health:
                 self._looking = False
                 self._looked_at = self._now()
 
-    def _inspect(self, pool: NodePool) -> list[str]:
+    def _inspect(self, pool: NodePool, client: Any) -> list[str]:
         try:
-            return list(warnings(self._settings, self._look(pool)))
+            return list(warnings(self._settings, self._look(pool, client)))
         except errors.NoPermissionError:
             return ["this user may not read INFO: the server's settings were not checked"]
 
-    def _look(self, pool: NodePool, *, settings: bool = True) -> Facts:
-        facts = look(pool.client, db=self._settings.db, settings=settings)
+    def _look(self, pool: NodePool, client: Any, *, settings: bool = True) -> Facts:
+        facts = look(client, db=self._settings.db, settings=settings)
         if settings:
             refuse(self._settings, facts)
             self.largest_value = min(self.largest_value, facts.largest_value)
@@ -133,7 +134,7 @@ class Health:
         """Ask those who know the nodes what they are, since redis-py's errors do not tell."""
         if self._settings.mode is Mode.SENTINEL:
             assert isinstance(self._topology, SentinelPrimary)
-            refuse_sentinel(self._settings, self._topology.ask_all())
+            refuse_sentinel(self._settings, self._topology.ask_all(deadline))
         elif self._settings.mode is Mode.CLUSTER:
             self._check_nodes(deadline)
 
@@ -143,8 +144,8 @@ class Health:
             deadline.check()
             pool = NodePool(self._settings, address, now=self._now)
             try:
-                refuse(self._settings, look(pool.client, db=0, settings=False))
-            except _ERRORS as error:
+                refuse(self._settings, pool.ask(lambda client: look(client, db=0, settings=False), deadline))
+            except (*_ERRORS, Trouble) as error:
                 last = error
             else:
                 return

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -42,11 +44,16 @@ def scan(pool: NodePool, pattern: bytes, deadline: Callable[[], Deadline]) -> It
     """
     cursor = 0
     while True:
-        with pool.own(deadline()) as client:
-            cursor, names = client.scan(cursor=cursor, match=pattern, count=SCAN_COUNT)
+        step = functools.partial(_scan_step, cursor=cursor, pattern=pattern)
+        cursor, names = pool.own(step, deadline())
         yield names
         if int(cursor) == 0:
             return
+
+
+def _scan_step(client: Any, *, cursor: int, pattern: bytes) -> tuple[int, list[bytes]]:
+    cursor, names = client.scan(cursor=cursor, match=pattern, count=SCAN_COUNT)
+    return cursor, names
 
 
 class Labels:
@@ -133,8 +140,9 @@ class Labels:
                 for names in scan(pool, self._names.manifests(), lambda: deadline):
                     for name in names:
                         namespace = self._names.label(name, "manifest")
-                        with pool.own(deadline) as client:
-                            value = None if namespace is None else client.get(name)
+                        value = None
+                        if namespace is not None:
+                            value = pool.own(operator.methodcaller("get", name), deadline)
                         if namespace is not None and value is not None:
                             found[namespace] = value
         except Trouble as trouble:
@@ -156,7 +164,7 @@ class Labels:
             except Trouble as trouble:
                 raise self._unavailable(name, what, trouble.reason) from trouble
             try:
-                value = call(self._topology.client_for(name, deadline))
+                value = self._topology.ask(name, call, deadline)
             except (OSError, errors.RedisError, errors.RedisClusterException, Trouble) as error:
                 reason = reason_of_error(error)
                 if reason in ("timeout", "connection", "auth", "loading"):

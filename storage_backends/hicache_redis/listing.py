@@ -57,7 +57,7 @@ class Lister:
         """See `Listing.check_object`. Counts as a use for the server's recency."""
         name = self._names.object(key)
         try:
-            value = self._topology.client_for(name, self._deadline()).get(name)
+            value = self._topology.ask(name, lambda client: client.get(name), self._deadline())
         except (Trouble, OSError, errors.RedisError, errors.RedisClusterException) as error:
             if (reason := reason_of_error(error)) == "wrongtype":
                 return Verdict(VerdictKind.FOREIGN, "wrongtype")

@@ -6,18 +6,21 @@ import contextlib
 import random
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import redis
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 from redis.retry import Retry
 
-from .channel import Channel, Deadline
+from .aside import Aside
+from .channel import Channel, Deadline, is_connected
 from .settings import Address, RedisSettings
 from .trouble import Trouble, reason_of_error
 
 __all__ = ["Gate", "NodePool", "connection_of"]
+
+T = TypeVar("T")
 
 FIRST_PAUSE: Final = 0.05
 FIRST_PAUSE_AFTER_TIMEOUT: Final = 0.5
@@ -58,6 +61,11 @@ class Gate:
             if self._probing or self._now() < self._until:
                 raise Trouble(self.reason)
             self._probing = True
+
+    def resting(self) -> bool:
+        """Whether a call would not be let through now."""
+        with self._lock:
+            return self._failures > 0 and (self._probing or self._now() < self._until)
 
     def failed(self, reason: str) -> None:
         """The node did not answer."""
@@ -123,11 +131,13 @@ class NodePool:
         address: of the node.
         client: redis-py's own client of this node.
         gate: whether the node is tried.
+        aside: where connections are made and redis-py's own client works.
     """
 
     def __init__(self, settings: RedisSettings, address: Address, *, now: Callable[[], float]) -> None:
         self.address: Final = address
         self.gate: Final = Gate(now=now)
+        self.aside: Final = Aside(2 * settings.connections)
         self._timeout = settings.timeout
         self._connect_timeout = settings.connect_timeout
         self._class, arguments = connection_of(settings, address)
@@ -148,10 +158,43 @@ class NodePool:
             Trouble: it could not be had, or what was done with it broke off.
         """
         deadline.check()
+        with self._judged(), self._taken(deadline) as connection:
+            yield from self._use(connection, deadline)
+
+    def own(self, work: Callable[[Any], T], deadline: Deadline) -> T:
+        """What redis-py's own client of this node gives, under the same gate.
+
+        Raises:
+            Trouble: the call broke off.
+        """
+        deadline.check()
+        with self._judged():
+            return self.ask(work, deadline)
+
+    def ask(self, work: Callable[[Any], T], deadline: Deadline) -> T:
+        """The same past the gate, with redis-py's own errors.
+
+        Raises:
+            Trouble: not in time.
+            OSError, redis.RedisError: as redis-py says.
+        """
+        return self.aside.run(lambda: work(self.client), deadline)
+
+    def close(self) -> None:
+        """Drop the connections; those in use are dropped when their call ends. Idempotent."""
+        with self._lock:
+            self._closed = True
+            free, self._free = self._free, []
+        for connection in free:
+            connection.disconnect()
+        self.client.connection_pool.disconnect()
+
+    @contextlib.contextmanager
+    def _judged(self) -> Iterator[None]:
+        """Pass the gate, and tell it how the node did."""
         self.gate.enter()
         try:
-            with self._taken(deadline) as connection:
-                yield from self._use(connection, deadline)
+            yield
         except (Trouble, OSError, RedisError) as error:
             reason = reason_of_error(error)
             if reason in _AWAY:
@@ -163,38 +206,6 @@ class NodePool:
             self.gate.worked()  # whatever it was, it was not the node
             raise
         self.gate.worked()
-
-    @contextlib.contextmanager
-    def own(self, deadline: Deadline) -> Iterator[Any]:
-        """redis-py's own client of this node, under the same gate.
-
-        Raises:
-            Trouble: the call broke off.
-        """
-        deadline.check()
-        self.gate.enter()
-        try:
-            yield self.client
-        except (OSError, RedisError) as error:
-            reason = reason_of_error(error)
-            if reason in _AWAY:
-                self.gate.failed(reason)
-            else:
-                self.gate.worked()
-            raise Trouble(reason) from error
-        except BaseException:
-            self.gate.worked()
-            raise
-        self.gate.worked()
-
-    def close(self) -> None:
-        """Drop the connections; those in use are dropped when their call ends. Idempotent."""
-        with self._lock:
-            self._closed = True
-            free, self._free = self._free, []
-        for connection in free:
-            connection.disconnect()
-        self.client.connection_pool.disconnect()
 
     def _use(self, connection: Any, deadline: Deadline) -> Iterator[Channel]:
         clean = False
@@ -213,32 +224,33 @@ class NodePool:
         if not self._slots.acquire(timeout=deadline.check()):
             raise Trouble("no_connection")
         try:
-            with self._lock:
-                connection = self._free.pop() if self._free else None
-            if connection is None:
-                connection = self._class(**self._arguments)
+            connection = self._connected(deadline)
             try:
-                self._connect(connection, deadline)
                 yield connection
             finally:
                 self._give_back(connection)
         finally:
             self._slots.release()
 
-    def _connect(self, connection: Any, deadline: Deadline) -> None:
-        """Connect, unless it is connected and the server has neither said nor closed anything meanwhile."""
+    def _connected(self, deadline: Deadline) -> Any:
+        """A connection on which the server has neither said nor closed anything."""
+        with self._lock:
+            connection = self._free.pop() if self._free else None
+        if connection is None:
+            connection = self._class(**self._arguments)
         left = deadline.check()
         connection.socket_timeout = min(self._timeout, left)
+        if is_connected(connection):
+            try:
+                if not connection.can_read(timeout=0):
+                    return connection
+            except (OSError, RedisError):
+                pass  # the server has closed it: that is no failure of this call
+            connection.disconnect()
         if hasattr(connection, "socket_connect_timeout"):
             connection.socket_connect_timeout = min(self._connect_timeout, left)
-        connection.connect()
-        try:
-            if not connection.can_read(timeout=0):
-                return
-        except (OSError, RedisError):
-            pass  # the server has closed it: that is no failure of this call
-        connection.disconnect()
-        connection.connect()
+        self.aside.run(connection.connect, deadline, late=lambda _: connection.disconnect())
+        return connection
 
     def _give_back(self, connection: Any) -> None:
         with self._lock:

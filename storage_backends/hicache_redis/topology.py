@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
 from redis import sentinel
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 from redis.retry import Retry
 
+from .aside import Aside
 from .channel import Deadline
 from .pool import Gate, NodePool, connection_of
 from .settings import Address, RedisSettings
@@ -21,6 +23,8 @@ __all__ = ["Groups", "Pools", "SentinelPrimary", "SingleServer", "Topology"]
 # redis-py has types for some parts, and for others in each version: for the checker this class is anything.
 _Sentinel: Any = sentinel.Sentinel
 
+T = TypeVar("T")
+
 Groups = list[tuple[NodePool, list[int]]]
 """Node by node, the indexes of the keys that it serves."""
 
@@ -29,7 +33,7 @@ class Topology(Protocol):
     """Finds nodes. Thread-safe."""
 
     redirects: frozenset[str]
-    """Words of error replies after which the key is worth asking for elsewhere, by `client_for`."""
+    """Words of error replies after which the key is worth asking for elsewhere, by `ask`."""
 
     def group(self, names: Sequence[bytes], deadline: Deadline) -> Groups:
         """The nodes of these keys.
@@ -39,11 +43,12 @@ class Topology(Protocol):
         """
         ...
 
-    def client_for(self, name: bytes, deadline: Deadline) -> Any:
-        """redis-py's own client that finds the key wherever it is now.
+    def ask(self, name: bytes, work: Callable[[Any], T], deadline: Deadline) -> T:
+        """What redis-py's own client gives, which finds the key wherever it is now.
 
         Raises:
-            Trouble: there is none now.
+            Trouble: there is none now, or it was not in time.
+            OSError, redis.RedisError, redis.RedisClusterException: as redis-py says.
         """
         ...
 
@@ -57,6 +62,10 @@ class Topology(Protocol):
 
     def noticed(self, pool: NodePool, reason: str) -> None:
         """A node gave trouble: look around before the next call, if that may help."""
+        ...
+
+    def resting(self) -> bool:
+        """Whether no node would be tried now. Never waits."""
         ...
 
     def close(self) -> None:
@@ -77,10 +86,10 @@ class SingleServer:
         del deadline
         return [(self._pool, list(range(len(names))))]
 
-    def client_for(self, name: bytes, deadline: Deadline) -> Any:
+    def ask(self, name: bytes, work: Callable[[Any], T], deadline: Deadline) -> T:
         """See `Topology`."""
-        del name, deadline
-        return self._pool.client
+        del name
+        return self._pool.ask(work, deadline)
 
     def primaries(self, deadline: Deadline) -> list[NodePool]:
         """See `Topology`."""
@@ -89,6 +98,10 @@ class SingleServer:
 
     def noticed(self, pool: NodePool, reason: str) -> None:
         """See `Topology`: there is nowhere else to look."""
+
+    def resting(self) -> bool:
+        """See `Topology`."""
+        return self._pool.gate.resting()
 
     def close(self) -> None:
         """See `Topology`."""
@@ -112,6 +125,12 @@ class Pools:
                 pool = self._pools[address] = NodePool(self._settings, address, now=self._now)
             return pool
 
+    def resting(self) -> bool:
+        """Whether there are some, and all of their nodes are left alone."""
+        with self._lock:
+            pools = list(self._pools.values())
+        return bool(pools) and all(pool.gate.resting() for pool in pools)
+
     def keep(self, addresses: set[Address]) -> None:
         """Close pools of nodes that are gone."""
         with self._lock:
@@ -134,6 +153,7 @@ class SentinelPrimary:
         self._service = settings.service
         self._pools = Pools(settings, now=now)
         self._gate = Gate(now=now)
+        self._aside = Aside()
         self._lock = threading.Lock()
         self._primary: NodePool | None = None
         common: dict[str, Any] = {
@@ -152,10 +172,10 @@ class SentinelPrimary:
         """See `Topology`."""
         return [(self._find(deadline), list(range(len(names))))]
 
-    def client_for(self, name: bytes, deadline: Deadline) -> Any:
+    def ask(self, name: bytes, work: Callable[[Any], T], deadline: Deadline) -> T:
         """See `Topology`."""
         del name
-        return self._find(deadline).client
+        return self._find(deadline).ask(work, deadline)
 
     def primaries(self, deadline: Deadline) -> list[NodePool]:
         """See `Topology`."""
@@ -168,13 +188,19 @@ class SentinelPrimary:
                 if self._primary is pool:
                     self._primary = None
 
-    def ask_all(self) -> list[object]:
+    def resting(self) -> bool:
+        """See `Topology`."""
+        pool = self._primary
+        return (self._gate if pool is None else pool.gate).resting()
+
+    def ask_all(self, deadline: Deadline) -> list[object]:
         """What each sentinel says about the service: an address, None, or the error of asking it."""
         answers: list[object] = []
         for one in self._sentinels.sentinels:
+            ask = functools.partial(one.sentinel_get_master_addr_by_name, self._service)
             try:
-                answers.append(one.sentinel_get_master_addr_by_name(self._service))
-            except (OSError, RedisError) as error:
+                answers.append(self._aside.run(ask, deadline))
+            except (OSError, RedisError, Trouble) as error:
                 answers.append(error)
         return answers
 
@@ -191,14 +217,18 @@ class SentinelPrimary:
         deadline.check()
         self._gate.enter()
         try:
-            host, port = self._sentinels.discover_master(self._service)
-        except (OSError, RedisError) as error:
+            return self._aside.run(self._discover, deadline)
+        except (OSError, RedisError, Trouble) as error:
             reason = reason_of_error(error)
             self._gate.failed(reason)
             raise Trouble(reason) from error
         except BaseException:
             self._gate.worked()
             raise
+
+    def _discover(self) -> NodePool:
+        """Ask the sentinels. What they say is used although it may come too late for who asked."""
+        host, port = self._sentinels.discover_master(self._service)
         self._gate.worked()
         pool = self._pools.get((host, int(port)))
         self._pools.keep({pool.address})

@@ -40,6 +40,19 @@ def test_pauses_grow_and_end_with_the_first_answer(clock: ManualClock) -> None:
     assert entered(gate)
 
 
+def test_it_says_whether_a_call_would_be_let_through(clock: ManualClock) -> None:
+    gate = Gate(now=clock.now, uniform=lambda: 1.0)
+    assert not gate.resting()
+    gate.failed("connection")
+    assert gate.resting()
+    clock.advance(FIRST_PAUSE)
+    assert not gate.resting()
+    gate.enter()
+    assert gate.resting(), "one caller tries"
+    gate.worked()
+    assert not gate.resting()
+
+
 def test_many_failures_at_once_are_one(clock: ManualClock) -> None:
     gate = Gate(now=clock.now, uniform=lambda: 1.0)
     for _ in range(20):

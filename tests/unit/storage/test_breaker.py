@@ -10,7 +10,7 @@ import pytest
 
 from hicache.errors import ConfigError, StorageUnavailable
 from hicache.storage.base import BreakerState, ObjectResult, ObjectStatus
-from hicache.storage.breaker import BreakerBackend, BreakerPolicy
+from hicache.storage.breaker import Breaker, BreakerBackend, BreakerPolicy
 from hicache.storage.memory import MemoryBackend
 from hicache.storage.registry import configured, open_storage
 from hicache.storage.retry import RetryPolicy
@@ -145,6 +145,46 @@ def test_a_probe_that_fails_waits_for_another_interval(setup: Setup) -> None:
         assert setup.get() == REFUSED
     reads = setup.backend.statistics().breakers[0]
     assert (reads.state, reads.reason, reads.opened) == (OPEN, "estale", 1)
+
+
+def test_the_interval_is_counted_from_the_beginning_of_a_probe(setup: Setup) -> None:
+    setup.break_reads()
+    setup.clock.advance(10)
+
+    def slow(call: faults.Call) -> list[ObjectResult]:
+        setup.clock.advance(4)
+        return [ObjectResult(FAILED, "timeout") for _ in call.keys]
+
+    setup.faulty.script("get_into", slow)
+    assert setup.get().reason == "timeout"
+    setup.clock.advance(5.99)
+    assert setup.get() == REFUSED
+    setup.clock.advance(0.01)
+    assert setup.get().status is MISSING
+    assert setup.states()[0] is CLOSED
+
+
+def test_a_probe_waits_while_the_backend_would_try_nothing() -> None:
+    clock = ManualClock()
+    resting = [False]
+    breaker = Breaker(BreakerPolicy(failures=1, interval=10.0), now=clock.now, resting=lambda: resting[0])
+    first = breaker.begin(1)
+    assert first is not None
+    breaker.end(first, "connection", proof=True)
+    resting[0] = True
+    clock.advance(12)
+    assert breaker.begin(1) is None
+    assert breaker.statistics("read").state is OPEN
+    resting[0] = False
+    probe = breaker.begin(1)
+    assert probe is not None, "no further interval is waited for"
+    breaker.end(probe, "", proof=True)
+    assert breaker.statistics("read").state is CLOSED
+
+
+def test_a_closed_breaker_does_not_care_whether_the_backend_rests() -> None:
+    breaker = Breaker(BreakerPolicy(), now=ManualClock().now, resting=lambda: True)
+    assert breaker.begin(1) is not None
 
 
 def test_one_probe_at_a_time(setup: Setup) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hicache.errors import StorageError
-from hicache.storage.base import Manifests, ObjectResult, ObjectStatus, StorageBackend
+from hicache.storage.base import Manifests, ObjectResult, ObjectStatus, Resting, StorageBackend
 from hicache.storage.memory import MemoryBackend
 from hicache.storage.wrappers import GuardedBackend, MeteredBackend, WrapperBackend
 from hicache.testing import faults
@@ -123,6 +123,15 @@ def test_wrappers_have_the_capabilities_of_what_they_wrap() -> None:
     assert not isinstance(wrapped, Manifests)
     wrapped.close()
     assert bare.closed
+
+    class Tired(Bare):
+        def resting(self) -> bool:
+            return True
+
+    rested = MeteredBackend(GuardedBackend(Tired()))
+    assert isinstance(rested, Resting)
+    assert rested.resting()
+    assert not isinstance(wrapped, Resting)
 
 
 @pytest.mark.case("STAT-6")
