@@ -27,7 +27,7 @@ def prompt_of(tokens: Any) -> Prompt:
 
 def fill(core: Core, tree: HiRadixTree, prompt: Prompt) -> Lease:
     lease = core.lease(tree, prompt)
-    core.allocate(lease, prompt.pages - lease.device)
+    core.allocate(lease, prompt.pages - lease.usable)
     core.commit(lease, prompt.pages, ready=True)
     core.release(lease)
     return lease

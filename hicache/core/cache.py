@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from hicache.core.prefetch import Loader
 from hicache.core.prompt import Hasher, Prompt
 from hicache.core.reasons import RequestCounts, count
 from hicache.core.registry import DEVICE, HOST, Registry
-from hicache.core.residency import FREE, NO_SLOTS, PRIVATE, RESIDENT, SlotEvent, Slots
+from hicache.core.residency import FREE, NO_SLOTS, PRIVATE, RESIDENT, SlotEvent, Slots, Words
 from hicache.core.room import SWEEP_PAGES, Grave, Room
 from hicache.core.statistics import CoreStatistics, snapshot
 from hicache.core.transferlog import TransferLog
@@ -35,12 +35,18 @@ if TYPE_CHECKING:
     from hicache.core.node import Node, Path
 
 
+_WRITES: Final = {DEVICE: TransferKind.WRITE, HOST: TransferKind.HOST_WRITE}
+
 FORGET_NODES = 1024
 """Nodes whose beliefs are dropped in one step; well under a millisecond."""
 
 
 class Core:
     """All trees and slots of one cache. Not thread-safe: the caller holds one lock around every call.
+
+    Args:
+        config: its settings.
+        words: a generation word a HOST slot (see `SlotTable`), the caller's memory; None for none.
 
     Attributes:
         config: its settings.
@@ -50,9 +56,9 @@ class Core:
 
     __slots__ = ("_copies", "_leases", "_loader", "_room", "_trees", "_writer", "config", "log", "registry")
 
-    def __init__(self, config: CoreConfig) -> None:
+    def __init__(self, config: CoreConfig, words: Words | None = None) -> None:
         self.config = config
-        self.registry = Registry(config)
+        self.registry = Registry(config, words)
         self._copies = Copies(self.registry)
         self._room = Room(self._copies)
         self.log = TransferLog(self._copies)
@@ -143,18 +149,18 @@ class Core:
             tree.split(last, pages)  # else the rest, which is older, would become as recent as this use
         for node, _ in path:
             registry.use(node, priority)
-        held, resident = tree.held(path, DEVICE)
-        lease.device = min(resident, limit)
-        lease.pins[DEVICE] = self._copies.pin(DEVICE, tree, held[: lease.device])
-        if self.config.host_pages:
+        top = registry.top
+        held, resident = tree.held(path, top)
+        lease.usable = host = min(resident, limit)
+        lease.pins[top] = self._copies.pin(top, tree, held[: lease.usable])
+        if top == DEVICE and self.config.host_pages:
             held, on_host = tree.held(path, HOST)
             on_host = min(on_host, limit)
             lease.pins[HOST] = self._copies.pin(HOST, tree, held[:on_host])
-            host = max(lease.device, on_host)
-            stored = max(host, min(limit, HiRadixTree.believed_pages(path))) if registry.stores else host
-            lease.match = Match(lease.device, host - lease.device, stored - host)
-        else:
-            lease.match = Match(lease.device)
+            host = max(lease.usable, on_host)
+        stored = max(host, min(limit, HiRadixTree.believed_pages(path))) if registry.stores else host
+        device = lease.usable if top == DEVICE else 0
+        lease.match = Match(device, host - device, stored - host)
         return lease
 
     def believe(self, lease: Lease, upto: int) -> None:
@@ -173,11 +179,11 @@ class Core:
         lease.short_at = lowest(lease.short_at, page)
 
     def load(self, lease: Lease, upto: int | None = None) -> int:
-        """Begin bringing what HOST has into DEVICE. Returns the page index that DEVICE will reach."""
+        """Begin bringing what HOST has into the top tier. Returns the page index that the top tier will reach."""
         return self._loader.load(lease, upto)
 
     def allocate(self, lease: Lease, pages: int) -> Slots:
-        """Private DEVICE slots for the request's next pages: all or nothing.
+        """Private top-tier slots for the request's next pages: all or nothing.
 
         Takes free slots, then evicts clean pages, then drops dirty ones. The lease owns the slots until they are
         committed, or until its release.
@@ -189,19 +195,20 @@ class Core:
             raise InvalidInput("allocate: the request is closed")
         if pages < 0:
             raise InvalidInput(f"allocate: {pages} pages is negative")
-        table = self.registry.tables[DEVICE]
-        if not table.growing and self._room.available(DEVICE) < pages:
+        top = self.registry.top
+        table = self.registry.tables[top]
+        if not table.growing and self._room.available(top) < pages:
             raise OutOfSlots(
                 asked=pages,
                 free=table.counts[FREE],
-                evictable=self._room.available(DEVICE) - table.counts[FREE],
+                evictable=self._room.available(top) - table.counts[FREE],
                 capacity=table.capacity,
             )
         if lease.start is None:
-            lease.start = lease.committed = lease.device
+            lease.start = lease.committed = lease.usable
         if not pages:
             return NO_SLOTS
-        slots = self._room.take(DEVICE, pages)
+        slots = self._room.take(top, pages)
         assert len(slots) == pages
         lease.own = _joined(lease.own, slots)
         return slots
@@ -210,11 +217,11 @@ class Core:
         """Hand the private slots of the pages up to index `upto` to the tree.
 
         With `ready` their bytes are written, and they become visible at once if what is in front of them is. Else
-        the returned WRITE transfer is to be completed when the writer's event has passed; it is not an action. Until
-        then no slot of the request is free, also those that stay private: the writer may be in any of them.
+        the returned write is to be completed when the writer's event has passed; it is not an action. Until then no
+        slot of the request is free, also those that stay private: the writer may be in any of them.
 
         Nothing is published, and the slots stay private until the release, for pages that the tree holds already and
-        where the pages in front are no longer held in DEVICE: hanging them anywhere else would be a wrong hit.
+        where the pages in front are no longer held in the top tier: hanging them anywhere else would be a wrong hit.
 
         Raises:
             InvalidInput: pages without slots, or a closed request.
@@ -222,7 +229,7 @@ class Core:
         if lease.closed:
             raise InvalidInput("commit: the request is closed")
         # Without an allocation there is only what came from the cache, which is committed already.
-        start, first = (lease.device,) * 2 if lease.start is None else (lease.start, lease.committed)
+        start, first = (lease.usable,) * 2 if lease.start is None else (lease.start, lease.committed)
         if upto > min(start + len(lease.own), lease.prompt.pages):
             raise InvalidInput(
                 f"commit: page {upto} is behind the last one that can be committed: {len(lease.own)} slots were "
@@ -233,11 +240,12 @@ class Core:
 
     def _guarded(self, lease: Lease, transfer: Transfer | None, upto: int) -> Transfer | None:
         """A transfer that keeps the request's private slots until its writer has ended, if it has any."""
-        private = lease.own[self.registry.tables[DEVICE].state[lease.own] == PRIVATE]
+        top = self.registry.top
+        private = lease.own[self.registry.tables[top].state[lease.own] == PRIVATE]
         if not len(private):
             return transfer
         if transfer is None:
-            transfer = self.log.begin(TransferKind.WRITE, lease.tree, first=upto, target_slots=NO_SLOTS, pins=[])
+            transfer = self.log.begin(_WRITES[top], lease.tree, first=upto, target_slots=NO_SLOTS, pins=[])
         transfer.private = private
         self._copies.guard(private)
         lease.writers = [*(writer for writer in lease.writers if len(writer.private)), transfer]
@@ -256,42 +264,44 @@ class Core:
         if not tree.live:
             return None
         self.registry.tick += 1
+        top = self.registry.top
         walked = tree.walk(prompt, upto)
-        held, _ = tree.held(walked, DEVICE)
+        held, _ = tree.held(walked, top)
         at = len(held)
         if at < first:
             return None
         fresh = lease.own[at - start : upto - start]
         if not len(fresh):
-            self.log.hold(lease, DEVICE, held, at)
+            self.log.hold(lease, top, held, at)
             return None
         if lease.writers:
             self._hand_on(lease, fresh)
-        path = self._copies.fill(DEVICE, tree, prompt, at, fresh, hits=1, extend_from=start, path=walked)
+        path = self._copies.fill(top, tree, prompt, at, fresh, hits=1, extend_from=start, path=walked)
         for node, _ in path:
             self.registry.use(node, lease.priority)
         if not at:
             self.registry.ghosts.met_first_page(tree.namespace, prompt.symbols[: prompt.width])
-        self.log.hold(lease, DEVICE, _joined(held, fresh), upto)
+        self.log.hold(lease, top, _joined(held, fresh), upto)
         return self._written(lease, path, at, fresh, ready=ready)
 
     def _written(self, lease: Lease, path: Path, at: int, fresh: Slots, *, ready: bool) -> Transfer | None:
         tree = lease.tree
-        table = self.registry.tables[DEVICE]
+        top = self.registry.top
+        table = self.registry.tables[top]
         if ready:
             table.verified[fresh] = True
             for node, _ in path:
                 if node.first + node.pages > at:
-                    self._copies.publish(DEVICE, node)
+                    self._copies.publish(top, node)
                     break
             if table.state[fresh[-1]] == RESIDENT:
                 self.log.end_settled()
                 self._writer.used(path)
                 return None
-        pins = lease.pins[DEVICE]
+        pins = lease.pins[top]
         assert pins is not None
         pins.holders += 1
-        transfer = self.log.begin(TransferKind.WRITE, tree, first=at, target_slots=fresh, pins=[pins])
+        transfer = self.log.begin(_WRITES[top], tree, first=at, target_slots=fresh, pins=[pins])
         if not ready:
             return transfer
         # Another request's pages in front are still being written: wait for them like any finished transfer.
@@ -328,7 +338,7 @@ class Core:
         self._leases.discard(lease)
         lease.counts = count(lease, self.registry.ghosts, aborted=aborted)
         if len(lease.own):
-            table = self.registry.tables[DEVICE]
+            table = self.registry.tables[self.registry.top]
             private = lease.own[table.state[lease.own] == PRIVATE]
             written = table.pins[private] > 0
             table.give_back(private[~written])
@@ -344,9 +354,9 @@ class Core:
 
     def _count_use(self, lease: Lease) -> None:
         # Fresh pages have had their first use at commit; only what was there before counts once more.
-        if not lease.match.device + lease.match.host and not lease.device:
+        if not lease.match.device + lease.match.host and not lease.usable:
             return
-        path = lease.tree.walk(lease.prompt, max(lease.device, lease.match.device + lease.match.host))
+        path = lease.tree.walk(lease.prompt, max(lease.usable, lease.match.device + lease.match.host))
         for node, _ in path:
             node.hits += 1
         self._writer.used(path)

@@ -157,7 +157,7 @@ class Taker:
             "limit": lease.limit,
             "priority": lease.priority,
             "match": [lease.match.device, lease.match.host, lease.match.storage],
-            "device": lease.device,
+            "usable": lease.usable,
             "start": lease.start,
             "own": lease.own.tobytes(),
             "committed": lease.committed,
@@ -294,7 +294,7 @@ class Maker:
         lease.match = Match(*row["match"])
         lease.own = _slots(row["own"])
         lease.waiting = set(row["waiting"])
-        for name in ("device", "start", "committed", "failed_at", "short_at"):
+        for name in ("usable", "start", "committed", "failed_at", "short_at"):
             setattr(lease, name, row[name])
         lease.failure = MissReason(row["failure"])
         lease.pins = [self._pins[number] if number >= 0 else None for number in row["pins"]]

@@ -42,7 +42,8 @@ class CoreConfig:
     """What the core needs to know.
 
     Attributes:
-        device_pages: slots of the DEVICE tier; None lets it grow without bound (simulation).
+        device_pages: slots of the DEVICE tier; None lets it grow without bound (simulation); 0 is no DEVICE tier, as
+            where the engine owns it: then HOST is the top tier, in which requests have their slots.
         host_pages: slots of the HOST tier; 0 is no HOST tier.
         storage: whether there is a STORAGE tier; it stages through HOST.
         eviction: name of a policy in `hicache.core.eviction.POLICIES`.
@@ -71,10 +72,12 @@ class CoreConfig:
     events: bool = False
 
     def __post_init__(self) -> None:
-        if self.device_pages is not None and self.device_pages < 1:
-            raise ConfigError(f"device_pages={self.device_pages}: the device tier needs at least one page")
+        if self.device_pages is not None and self.device_pages < 0:
+            raise ConfigError(f"device_pages={self.device_pages} is negative; 0 leaves the device tier out")
         if self.host_pages < 0:
             raise ConfigError(f"host_pages={self.host_pages} is negative; 0 leaves the host tier out")
+        if not self.host_pages and self.device_pages == 0:
+            raise ConfigError("device_pages=0 and host_pages=0: at least one tier needs pages")
         if self.storage and not self.host_pages:
             raise ConfigError("storage stages through the host tier, which has 0 pages: give host pages, or no storage")
         for name in ("fetch_pages", "span_bytes"):

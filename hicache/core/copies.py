@@ -116,12 +116,12 @@ class Copies:
         tree.pinned[tier] -= pages
 
     def guard(self, slots: Slots) -> None:
-        """Keep private DEVICE slots from being free when their request ends: a writer has not ended."""
-        self.registry.tables[DEVICE].pins[slots] += 1
+        """Keep private slots from being free when their request ends: a writer has not ended."""
+        self.registry.tables[self.registry.top].pins[slots] += 1
 
     def unguard(self, slots: Slots) -> None:
         """The writer has ended. What its request has given up meanwhile is free."""
-        table = self.registry.tables[DEVICE]
+        table = self.registry.tables[self.registry.top]
         table.pins[slots] -= 1
         gone = slots[(table.state[slots] == QUARANTINED) & (table.pins[slots] == 0)]
         if len(gone):

@@ -208,6 +208,6 @@ def _check_pins(registry: Registry, log: TransferLog, leases: Iterable[Lease]) -
         _must(link.holders == holders[id(link)], "a pin set has other holders than it counts")
         pins[link.tier][link.slots] += 1
     for transfer in log.open.values():
-        pins[DEVICE][transfer.private] += 1
+        pins[registry.top][transfer.private] += 1
     for tier in _TIERS:
         _must((pins[tier] == registry.tables[tier].pins).all(), f"tier {tier}: pins without an owner")

@@ -1,4 +1,4 @@
-"""Bringing up: beliefs about STORAGE, STORAGE to HOST, HOST to DEVICE."""
+"""Bringing up: beliefs about STORAGE, STORAGE to HOST, HOST to DEVICE where that is owned."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from hicache.core.transfers import Lease, PinSet, TransferKind, lowest
 from hicache.records import Match, MissReason
 
 if TYPE_CHECKING:
+    from hicache.core.node import Path
     from hicache.core.residency import Slots
 
 
@@ -65,7 +66,7 @@ class Loader:
         tree, prompt = lease.tree, lease.prompt
         goal = min(lease.match.pages if upto is None else upto, lease.limit)
         if lease.closed or not tree.live or not self._registry.stores:
-            return lease.device
+            return lease.usable
         path = tree.walk(prompt, goal)
         device, on_device = tree.held(path, DEVICE)
         host, on_host = tree.held(path, HOST)
@@ -117,23 +118,30 @@ class Loader:
         return whole
 
     def load(self, lease: Lease, upto: int | None = None) -> int:
-        """Begin copying up what HOST has behind DEVICE. Returns the page index that DEVICE will reach.
+        """Begin copying up what HOST has behind DEVICE. Returns the page index that the top tier will reach.
 
         What others are loading is waited for, not loaded twice. After the first allocation nothing is loaded any
-        more: the request's own slots stand there.
+        more: the request's own slots stand there. Where HOST is the top tier nothing is copied, and what others
+        have brought there is taken over.
         """
         tree = lease.tree
+        top = self._registry.top
         if lease.closed or not tree.live or lease.start is not None:
-            return lease.device
+            return lease.usable
         if not self._registry.config.host_pages and not tree.filling[DEVICE]:
-            return lease.device  # nothing to copy up, and nobody to wait for
+            return lease.usable  # nothing to copy up, and nobody to wait for
         path = tree.walk(lease.prompt, lease.limit if upto is None else min(upto, lease.limit))
-        device, on_device = tree.held(path, DEVICE)
+        held, resident = tree.held(path, top)
+        if resident > lease.usable:
+            self._log.hand_over(lease, top)
+        self._log.join_fillers(lease, top, held[resident:])
+        return len(held) if top == HOST else self._copy_up(lease, path, held)
+
+    def _copy_up(self, lease: Lease, path: Path, device: Slots) -> int:
+        """One transfer from HOST behind what DEVICE has of the path."""
+        tree = lease.tree
         host, on_host = tree.held(path, HOST)
         at = len(device)
-        if on_device > lease.device:
-            self._log.hand_over(lease, DEVICE)
-        self._log.join_fillers(lease, DEVICE, device[on_device:])
         if on_host <= at:
             return at
         copies = self._copies

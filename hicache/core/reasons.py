@@ -35,7 +35,7 @@ class RequestCounts:
 def count(lease: Lease, ghosts: Ghosts, *, aborted: bool) -> RequestCounts:
     """The counts of a lease that is being released."""
     match, asked = lease.match, lease.limit
-    got = min(lease.device, asked)
+    got = min(lease.usable, asked)
     device = min(match.device, got)
     host = min(match.host, got - device)
     return RequestCounts(asked, device, host, got - device - host, _missed(lease, ghosts, got), aborted)

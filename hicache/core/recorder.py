@@ -18,7 +18,7 @@ from hicache.core.config import CoreConfig
 from hicache.core.prompt import Hasher, Prompt
 from hicache.core.reasons import RequestCounts
 from hicache.core.recordings import HEAD, MAGIC, VERSION, Header, Segments, put_entry
-from hicache.core.residency import Slots
+from hicache.core.residency import Slots, Words
 from hicache.core.transfers import Lease, Transfer
 from hicache.core.tree import HiRadixTree
 from hicache.errors import InvalidInput, OutOfSlots
@@ -44,6 +44,7 @@ class RecordedCore(Core):
         config: its settings.
         segments: where to.
         segment_bytes: bytes of inputs a segment holds; one larger input gets a segment that holds it.
+        words: as `Core` takes them; they are no part of a recording.
         on_failure: called with the error when an input has failed on a bug, before the error is raised.
     """
 
@@ -55,10 +56,11 @@ class RecordedCore(Core):
         config: CoreConfig,
         segments: Segments,
         *,
+        words: Words | None = None,
         segment_bytes: int = 8 << 20,
         on_failure: Callable[[Exception], None] | None = None,
     ) -> None:
-        super().__init__(config)
+        super().__init__(config, words)
         self._segments = segments
         self._segment_bytes = segment_bytes
         self._on_failure = on_failure

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from hicache.core.eviction import Candidates, as_key, heated, policy_named
 from hicache.core.ghosts import Ghosts
-from hicache.core.residency import SlotTable
+from hicache.core.residency import SlotTable, Words
 from hicache.records import Tier
 
 if TYPE_CHECKING:
@@ -25,7 +25,8 @@ class Registry:
 
     Attributes:
         config: the core's settings.
-        tables: slot tables of DEVICE and HOST.
+        tables: slot tables of DEVICE and HOST; a tier that is left out has no slots.
+        top: the highest owned tier, in which requests have their slots.
         candidates: candidates for eviction of DEVICE and HOST.
         nodes: nodes by id; None where an id is free.
         free_ids: ids to be given again, the last one first.
@@ -61,12 +62,17 @@ class Registry:
         "stub_pages",
         "tables",
         "tick",
+        "top",
     )
 
-    def __init__(self, config: CoreConfig) -> None:
+    def __init__(self, config: CoreConfig, words: Words | None = None) -> None:
         self.config = config
         self.policy = policy_named(config.eviction)
-        self.tables = (SlotTable(Tier.DEVICE, config.device_pages), SlotTable(Tier.HOST, config.host_pages))
+        self.tables = (
+            SlotTable(Tier.DEVICE, config.device_pages),
+            SlotTable(Tier.HOST, config.host_pages, words),
+        )
+        self.top = HOST if config.device_pages == 0 else DEVICE
         self.candidates = (
             Candidates(self.tables[DEVICE], self.policy, lambda node: max(node.resident[HOST], node.believed)),
             Candidates(self.tables[HOST], self.policy, lambda node: node.believed),

@@ -24,10 +24,11 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from hicache.errors import ResidencyError
+from hicache.errors import ConfigError, ResidencyError
 from hicache.records import Tier
 
 Slots = NDArray[np.int64]
+Words = NDArray[np.uint64]
 
 NO_SLOTS: Final[Slots] = np.empty(0, np.int64)
 NO_SLOTS.setflags(write=False)
@@ -96,6 +97,8 @@ class SlotTable:
         waiting: bool `(capacity,)`: a finished transfer waits for this page's publication.
         counts: slots by state. Slots of a cleared tree count as quarantined before they are swept.
         pinned: RESIDENT slots with at least one pin.
+        words: uint64 `(capacity,)`, or None: raised by one whenever a slot is taken from FREE. It may be memory that
+            others read, who so see whether the page they have copied was still the one they were given.
     """
 
     __slots__ = (
@@ -113,9 +116,12 @@ class SlotTable:
         "tier",
         "verified",
         "waiting",
+        "words",
     )
 
-    def __init__(self, tier: Tier, capacity: int | None) -> None:
+    def __init__(self, tier: Tier, capacity: int | None, words: Words | None = None) -> None:
+        if words is not None and (words.dtype != np.uint64 or words.shape != (capacity,)):
+            raise ConfigError(f"words must be a uint64 array of {capacity} slots, not {words.dtype} {words.shape}")
         self.tier = tier
         self.growing = capacity is None
         self.capacity = 1024 if capacity is None else capacity
@@ -131,6 +137,7 @@ class SlotTable:
         self.free: Slots = np.arange(size - 1, -1, -1, dtype=np.int64)  # a stack: its first counts[FREE] are free
         self.counts = [size, 0, 0, 0, 0]
         self.pinned = 0
+        self.words = words
 
     @property
     def evictable(self) -> int:
@@ -177,6 +184,8 @@ class SlotTable:
             raise ResidencyError(f"{self.tier.name}: {pages} slots taken, {self.counts[FREE]} free")
         slots = self.free[left : left + pages].copy()
         self.advance(slots, FREE, SlotEvent.ALLOCATE)
+        if self.words is not None:
+            self.words[slots] += 1
         return slots
 
     def give_back(self, slots: Slots) -> None:

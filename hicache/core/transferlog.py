@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hicache.core.copies import Copies
-from hicache.core.registry import DEVICE, HOST
+from hicache.core.registry import HOST
 from hicache.core.residency import FILLING, NO_SLOTS, Slots
 from hicache.core.transfers import Lease, PinSet, Transfer, TransferKind
 from hicache.errors import HicacheInternalError
@@ -59,7 +59,7 @@ class TransferLog:
         lease: Lease | None = None,
         prompt: Prompt | None = None,
     ) -> Transfer:
-        """Open a transfer that owns one hold of each of `pins`. All but WRITE become actions."""
+        """Open a transfer that owns one hold of each of `pins`. All but engines' writes become actions."""
         self.number += 1
         moved = target_slots if target_slots is not None else source_slots
         transfer = Transfer(
@@ -77,7 +77,7 @@ class TransferLog:
         if target_slots is not None:
             self.copies.registry.tables[kind.target].filler[target_slots] = transfer.id
         self.open[transfer.id] = transfer
-        if kind is not TransferKind.WRITE:
+        if not kind.is_engines:
             self.actions.append(transfer)
         if lease is not None:
             self.join(lease, transfer)
@@ -263,15 +263,16 @@ class TransferLog:
     def hand_over(self, lease: Lease, tier: int) -> None:
         """Pin for a lease what has become usable in a tier, before anything else can take it."""
         tree = lease.tree
-        if lease.closed or not tree.live or (tier == DEVICE and lease.start is not None):
+        top = tier == self.copies.registry.top
+        if lease.closed or not tree.live or (top and lease.start is not None):
             return
         path = tree.walk(lease.prompt)
         held, resident = tree.held(path, tier)
         usable = min(resident, lease.limit)
-        if tier == DEVICE:
-            if usable <= lease.device:
+        if top:
+            if usable <= lease.usable:
                 return
-            lease.device = usable
+            lease.usable = usable
         self.hold(lease, tier, held, usable)
 
     def hold(self, lease: Lease, tier: int, held: Slots, pages: int) -> None:

@@ -21,6 +21,7 @@ class TransferKind(Enum):
     """What a transfer moves. The value is (source tier, target tier)."""
 
     WRITE = (None, Tier.DEVICE)  # the engine's own computation of committed pages
+    HOST_WRITE = (None, Tier.HOST)  # the same, where HOST is the top tier
     WRITE_BACK = (Tier.DEVICE, Tier.HOST)
     LOAD = (Tier.HOST, Tier.DEVICE)
     FETCH = (Tier.STORAGE, Tier.HOST)
@@ -38,6 +39,11 @@ class TransferKind(Enum):
         """Where bytes are written."""
         target: Tier = self.value[1]
         return target
+
+    @property
+    def is_engines(self) -> bool:
+        """Whether an engine moves the bytes, so that there is nothing to execute."""
+        return self.value[0] is None
 
 
 class PinSet:
@@ -97,7 +103,7 @@ class Transfer:
         orphaned: STORAGE was detached under it: how it ends says nothing about what is attached by then.
         interest: leases that wait for it, in order; a dict, so that every run does the same in the same order.
         pins: its pin sets.
-        private: for a WRITE, slots of its request that stay private, and that its writer writes all the same.
+        private: for an engine's write, slots of its request that stay private, and that its writer writes all the same.
     """
 
     __slots__ = (
@@ -161,7 +167,7 @@ class Lease:
         limit: leading pages that the request may take from the cache.
         priority: priority of the request.
         match: what was usable when it was made; `believe` raises its `storage`.
-        device: leading pages usable in DEVICE now, pinned. Grows when loads end, until slots are allocated.
+        usable: leading pages usable in the top tier now, pinned. Grows when loads end, until slots are allocated.
         start: page index of its first private slot; None before the first allocation.
         own: slots of the pages from `start` on, private, or committed by this lease.
         committed: page index up to which pages were committed.
@@ -171,7 +177,7 @@ class Lease:
         failed_at: lowest page index at which a transfer that it waited for failed, or None.
         failure: the reason of that.
         short_at: lowest page index for which there were no slots, or that was not worth bringing up; or None.
-        writers: WRITE transfers that guard private slots of it.
+        writers: engines' writes that guard private slots of it.
         closed: whether it was released.
         counts: what it was counted as, once closed.
     """
@@ -181,7 +187,6 @@ class Lease:
         "closed",
         "committed",
         "counts",
-        "device",
         "failed_at",
         "failure",
         "limit",
@@ -194,6 +199,7 @@ class Lease:
         "spare_pins",
         "start",
         "tree",
+        "usable",
         "waiting",
         "writers",
     )
@@ -204,7 +210,7 @@ class Lease:
         self.limit = limit
         self.priority = priority
         self.match = Match()
-        self.device = 0
+        self.usable = 0
         self.start: int | None = None
         self.own: Slots = NO_SLOTS
         self.committed = 0
@@ -218,15 +224,15 @@ class Lease:
         self.closed = False
         self.counts: RequestCounts | None = None
 
-    def device_slots(self) -> Slots:
-        """DEVICE slots of the usable leading pages, int64 `(device,)`. Valid until the lease is released."""
-        tip = self.pins[Tier.DEVICE]
-        if tip is None or not self.device:
+    def usable_slots(self) -> Slots:
+        """Top-tier slots of the usable leading pages, int64 `(usable,)`. Valid until the lease is released."""
+        tip = self.pins[self.tree.registry.top]
+        if tip is None or not self.usable:
             return NO_SLOTS
         parts = [link.slots for link in tip.links()]
         parts.reverse()
         slots: Slots = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        return slots[: self.device]
+        return slots[: self.usable]
 
 
 def lowest(known: int | None, page: int) -> int:

@@ -66,6 +66,8 @@ class Writer:
         if not path or not self._registry.config.host_pages:
             return 0
         tree = path[0][0].tree
+        if not tree.resident[DEVICE]:
+            return 0
         device, resident = tree.held(path, DEVICE)
         host, _ = tree.held(path, HOST)
         at = len(host)

@@ -16,7 +16,7 @@ LIMIT = 512
 GRACE = 0.5
 """Real seconds that threads get to end although the deadline has passed: those that are idle need almost none."""
 
-_DOWN = (TransferKind.WRITE, TransferKind.WRITE_BACK, TransferKind.PUT)
+_DOWN = (TransferKind.WRITE, TransferKind.HOST_WRITE, TransferKind.WRITE_BACK, TransferKind.PUT)
 _AWAITED = (*_DOWN, TransferKind.TOUCH)  # a touch may find what is to be written again
 
 

@@ -96,7 +96,7 @@ class Loader:
     def load(
         self, lease: Lease, prefetch: Prefetch | None, *, started: float, deadline: float | None
     ) -> LoadDecision | None:
-        """Bring up what comes in time, then withdraw the rest. Afterwards `lease.device` pages are usable.
+        """Bring up what comes in time, then withdraw the rest. Afterwards `lease.usable` pages are usable.
 
         Args:
             lease: an open lease without private slots.
@@ -153,7 +153,7 @@ class Loader:
             pages = planner.explore(TransferKind.LOAD, decision.host)
             if pages:
                 explores = True
-                reducer.core.load(lease, lease.device + pages)
+                reducer.core.load(lease, lease.usable + pages)
         if lease.waiting and explores and lease.start is None:
             # What still comes is not for this request: its own pages begin here, as it will be told.
             reducer.core.allocate(lease, 0)
@@ -175,7 +175,7 @@ class Loader:
                 continue
             if transfer.kind is TransferKind.LOAD:
                 loading = True
-            elif transfer.kind is not TransferKind.WRITE:
+            elif not transfer.kind.is_engines:
                 fetching.add(number)
         return fetching, loading
 

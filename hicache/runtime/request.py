@@ -143,7 +143,7 @@ class Request:
         if lease.start is None and (self._prefetch is not None or lease.match.host):
             loader = self._cache.parts.loader
             self._decision = loader.load(lease, self._prefetch, started=self._started, deadline=self._deadline)
-        return lease.device_slots()
+        return lease.usable_slots()
 
     def allocate(self, pages: int | None = None, *, deadline: float | None = None) -> Slots:
         """Private DEVICE slots for the pages behind the usable prefix, or behind those allocated before.
@@ -163,7 +163,7 @@ class Request:
         """
         lease = self._open()
         if pages is None:
-            first = lease.device if lease.start is None else lease.start + len(lease.own)
+            first = lease.usable if lease.start is None else lease.start + len(lease.own)
             pages = max(-(-self._tokens // self._cache.page_size) - first, 0)
         elif type(pages) is not int or pages < 0:
             pages = whole("allocate: pages", pages, least=0)

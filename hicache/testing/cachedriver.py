@@ -122,7 +122,7 @@ class CacheDriver(DriverFrame):
         pages = self._choices.integer(0, 4) if self._one_in(3) else None
         deadline = self._pick((0.0, 4 * TICK)) if self._one_in(3) else None
         evicted = list(life.core.registry.evicted)
-        first = lease.device if lease.start is None else lease.start + len(lease.own)
+        first = lease.usable if lease.start is None else lease.start + len(lease.own)
         self._until = life.clock.now() + (deadline or 0.0)
         engine.busy = True
         refused = False

@@ -45,7 +45,7 @@ class Stage:
     def commit(self, letters: str, namespace: str = "n", *, close: bool = True, **options: Any) -> Lease:
         """A request that computes and commits all that it does not find."""
         lease = self.lease(letters, namespace, **options)
-        self.core.allocate(lease, len(letters) - lease.device)
+        self.core.allocate(lease, len(letters) - lease.usable)
         self.core.commit(lease, len(letters), ready=True)
         if close:
             self.core.release(lease)

@@ -61,6 +61,7 @@ class CoreDriver:
         self._stored: dict[tuple[bytes, int], set[int]] = {}
         self._acknowledged: dict[tuple[bytes, int], set[int]] = {}
         self._putting: set[tuple[bytes, int, int]] = set()
+        self._top = self.core.registry.top
         self._tags = [np.zeros(self.core.registry.tables[tier].capacity, np.int64) for tier in (_DEVICE, _HOST)]
         self._told = ToldResidency()
         self._number = 0
@@ -136,9 +137,11 @@ class CoreDriver:
             for tier, slots, tags in engine.reads:
                 assert self._tags[tier][slots].tolist() == tags, "bytes of a lease changed under it"
             private = self._private(engine.lease)
-            assert (self._tags[_DEVICE][private] == engine.mark).all(), "somebody else wrote a private slot"
+            assert (self._tags[self._top][private] == engine.mark).all(), "somebody else wrote a private slot"
         for writer, mark in self._writers.values():
-            assert (self._tags[_DEVICE][writer.private] == mark).all(), "a slot was reused before its writer had ended"
+            assert (self._tags[self._top][writer.private] == mark).all(), (
+                "a slot was reused before its writer had ended"
+            )
         for tree in self.core.trees:
             self._check_contents(tree)
 
@@ -204,15 +207,15 @@ class CoreDriver:
 
     def _remember_reads(self, engine: ModelEngine) -> None:
         lease = engine.lease
-        slots = lease.device_slots()
-        assert len(slots) == lease.device
-        tags = [tag(h) for h in lease.prompt.hashes(0, lease.device)]
-        assert self._tags[_DEVICE][slots].tolist() == tags, "a lease was given wrong bytes"
-        engine.reads = [(_DEVICE, slots.copy(), tags)]
+        slots = lease.usable_slots()
+        assert len(slots) == lease.usable
+        tags = [tag(h) for h in lease.prompt.hashes(0, lease.usable)]
+        assert self._tags[self._top][slots].tolist() == tags, "a lease was given wrong bytes"
+        engine.reads = [(self._top, slots.copy(), tags)]
 
     def _private(self, lease: Lease) -> Slots:
         own = lease.own
-        private: Slots = own[self.core.registry.tables[_DEVICE].state[own] == PRIVATE]
+        private: Slots = own[self.core.registry.tables[self._top].state[own] == PRIVATE]
         return private
 
     def _open(self) -> ModelEngine | None:
@@ -223,9 +226,9 @@ class CoreDriver:
         if engine is None:
             return
         lease = engine.lease
-        wanted = lease.prompt.pages - (lease.device if lease.start is None else lease.start + len(lease.own))
+        wanted = lease.prompt.pages - (lease.usable if lease.start is None else lease.start + len(lease.own))
         if wanted > 0:
-            room = self.core.available(_DEVICE)
+            room = self.core.available(self._top)
             try:
                 slots = self.core.allocate(lease, wanted)
             except OutOfSlots:
@@ -233,7 +236,7 @@ class CoreDriver:
                 self._note("out of slots")
                 return
             assert room >= wanted
-            self._tags[_DEVICE][slots] = engine.mark
+            self._tags[self._top][slots] = engine.mark
         if lease.start is None or self._one_in(5):
             return
         upto = lease.prompt.pages if self._one_in(2) else self._choices.integer(lease.committed, lease.prompt.pages)
@@ -242,13 +245,13 @@ class CoreDriver:
         written = own if ready else own[:0]
         hashes = [tag(h) for h in lease.prompt.hashes(lease.committed, upto)]
         if ready:
-            self._tags[_DEVICE][written] = hashes[: len(written)]
+            self._tags[self._top][written] = hashes[: len(written)]
         transfer = self.core.commit(lease, upto, ready=ready)
-        state = self.core.registry.tables[_DEVICE].state
-        self._tags[_DEVICE][own[state[own] == PRIVATE]] = engine.mark
+        state = self.core.registry.tables[self._top].state
+        self._tags[self._top][own[state[own] == PRIVATE]] = engine.mark
         if transfer is not None:
             assert transfer.target_slots is not None
-            self._tags[_DEVICE][transfer.target_slots] = -1 - transfer.id
+            self._tags[self._top][transfer.target_slots] = -1 - transfer.id
             self._writers[transfer.id] = transfer, engine.mark
             self._note("writer")
 
@@ -479,7 +482,7 @@ class CoreDriver:
         assert (marks == -1 - transfer.id).all(), f"{transfer}: somebody else wrote its target meanwhile"
         if transfer.kind is TransferKind.FETCH:
             tags = [tag(page.hash) for page in transfer.pages]
-        elif transfer.kind is TransferKind.WRITE:
+        elif transfer.kind.is_engines:
             tags = written_tags(self.core, transfer)
         else:
             tags = self._source_tags(transfer) or []
@@ -494,6 +497,6 @@ class CoreDriver:
                 self._putting.discard((transfer.tree.namespace, transfer.tree.generation, tag(page.hash)))
         self.core.complete(transfer.id, results)
         for engine in self._engines:
-            if engine.lease.start is None and engine.lease.device > len(engine.reads[0][1]):
+            if engine.lease.start is None and engine.lease.usable > len(engine.reads[0][1]):
                 self._note("handed over")
                 self._remember_reads(engine)

@@ -36,9 +36,9 @@ NOBODY = 1 << 40
 
 
 def written_tags(core: Core, transfer: Transfer) -> list[int]:
-    """What the engine wrote in a WRITE: the pages of the lease that owns the slots, whoever it is by now."""
+    """What the engine wrote: the pages of the lease that owns the slots, whoever it is by now."""
     assert transfer.target_slots is not None
-    table = core.registry.tables[Tier.DEVICE]
+    table = core.registry.tables[transfer.kind.target]
     tags = []
     for slot in transfer.target_slots.tolist():
         owner = core.registry.nodes[table.owner[slot]] if table.owner[slot] >= 0 else None

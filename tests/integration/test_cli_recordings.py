@@ -223,14 +223,14 @@ def test_a_damaged_recording_is_one_line(
 def test_another_version_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hicache.core.recorder.VERSION", 2)
+    monkeypatch.setattr("hicache.core.recorder.VERSION", 9)
     segments = MemorySegments()
     RecordedCore(CoreConfig(8), segments)
     path = tmp_path / "a.hcr"
     path.write_bytes(segments.dump())
     code, out, err = run(capsys, path)
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert "version 2; this hicache reads version 1" in err
+    assert "version 9; this hicache reads version 2" in err
 
 
 def test_more_than_one_recording_is_refused_with_the_newest_named(

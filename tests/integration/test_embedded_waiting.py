@@ -83,7 +83,7 @@ def test_what_came_in_time_is_used_and_the_rest_is_late() -> None:
         thread = threading.Thread(target=lambda: loaded.append(len(request.load())))
         thread.start()
         gate.until_arrived()
-        _wait(lambda: request._lease.device == 4)
+        _wait(lambda: request._lease.usable == 4)
         clock.advance(0.999)
         assert loaded == []
         clock.advance(0.001)

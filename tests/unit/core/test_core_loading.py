@@ -42,7 +42,7 @@ def test_what_a_lease_was_promised_stays():
     with pytest.raises(OutOfSlots):
         stage.core.allocate(stage.lease("STUVW"), 5)
     assert stage.match("ABCD") == Match(4)
-    assert len(lease.device_slots()) == 4
+    assert len(lease.usable_slots()) == 4
     stage.core.release(lease)
     assert stage.core.evict(DEVICE, 99) == 4
 
@@ -58,7 +58,7 @@ def test_loads_of_one_page_are_shared():
     stage.core.release(first)
     assert not load.cancelled  # the other one wants it
     stage.end(load)
-    assert (second.device, second.waiting) == (4, set())
+    assert (second.usable, second.waiting) == (4, set())
     stage.core.release(second)
     stage.core.check()
 
@@ -133,7 +133,7 @@ def test_a_corrupt_host_copy_is_withdrawn_when_a_load_finds_it():
     stage.core.load(lease)
     stage.end(stage.take(TransferKind.LOAD)[0], [OK, BAD, OK, OK])
     stage.core.check()
-    assert (lease.device, stage.match("ABCD")) == (1, Match(1, 0, 3))
+    assert (lease.usable, stage.match("ABCD")) == (1, Match(1, 0, 3))
     stage.core.release(lease)
     stage.settle()
     stage.at_rest()

@@ -193,7 +193,7 @@ def test_an_allocation_that_fails_leaves_the_request_as_it_was():
         stage.core.allocate(lease, 6)
     assert stage.core.load(lease) == 4  # it may still load, and allocate less
     stage.settle()
-    assert lease.device == 4
+    assert lease.usable == 4
     stage.core.release(lease)
 
 

@@ -39,7 +39,7 @@ class _Setup:
     def commit(self, symbols: bytes, *, event: ThreadEvent | None = None) -> None:
         with self.reducer.lock:
             lease = self.core.lease(self.tree, Prompt(symbols, 1, self.tree.hasher))
-            self.core.allocate(lease, len(symbols) - lease.device)
+            self.core.allocate(lease, len(symbols) - lease.usable)
             transfer = self.core.commit(lease, len(symbols), ready=event is None)
             if transfer is not None:
                 assert event is not None
