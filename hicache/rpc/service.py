@@ -7,7 +7,7 @@ Nothing here knows of protobuf or gRPC. Page hashes, slots, words and tokens are
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -30,6 +30,26 @@ class RequestScope:
 
     adapter: Adapter | None = None
     salt: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """What the transport knows of a client, for who decides what it may do.
+
+    Attributes:
+        listener: address on which it came in, as it was given to `serve`.
+        address: its own, such as "ipv4:10.0.0.7:41200" or "unix:"; for logs.
+        token: what stood behind "Bearer " in the metadata `authorization`; None without.
+        certificate: common name of the client's certificate, where the listener asks for one; None without.
+        lifeline_key: key of its lifeline, from `Hello`, or for unary calls from the metadata `hicache-lifeline-bin`;
+            empty without one. The lifeline knows the process and its uid.
+    """
+
+    listener: str
+    address: str = ""
+    token: str | None = field(default=None, repr=False)
+    certificate: str | None = None
+    lifeline_key: bytes = field(default=b"", repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +248,10 @@ class Draining:
 
 
 Notice = Revoked | Draining
+
+
+Authenticate = Callable[[Peer], Caller]
+"""Says who calls. On the loop's thread, never waits; raises `Unauthenticated` or `PermissionDenied`."""
 
 
 class Session(Protocol):
