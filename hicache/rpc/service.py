@@ -445,7 +445,7 @@ class Service(Protocol):
         """End a pin, or with an empty name all of the caller's tenant. Returns how many ended."""
         ...
 
-    def pins(self, caller: Caller) -> tuple[Pinned, ...]:
+    def pins_of(self, caller: Caller) -> tuple[Pinned, ...]:
         """Pins that the caller may see."""
         ...
 
