@@ -1,0 +1,185 @@
+"""What settings mean together, checked before anything starts, and what they are for other parts of the service."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import quote, urlencode
+
+from hicache.config import Config
+from hicache.errors import ConfigError
+from hicache.rpc.address import Address
+from hicache.rpc.service import Limits
+from hicache.sidecar.settings import Settings
+from hicache.storage.registry import load_backend
+from hicache.storage.url import StorageUrl
+from hicache.units import format_size
+
+__all__ = ["addresses", "check", "hosted_options", "session_limits", "storage_url"]
+
+_ENDPOINTS = ("tcp://", "ipc:///", "ipc://@")
+_SMALLEST_MESSAGE = 2**20
+_LARGEST_MESSAGE = 2**31 - 1  # lengths in gRPC's options are 32 bit and signed
+
+
+class _Wrong(Exception):  # noqa: N818  never leaves this module
+    def __init__(self, name: str, text: str) -> None:
+        super().__init__(name, text)
+        self.name = name
+        self.text = text
+
+
+def check(settings: Settings) -> None:
+    """Look at everything that one value alone does not show. Opens nothing.
+
+    Raises:
+        ConfigError: names the value that does not fit, where it comes from, and what to do.
+    """
+    config = settings.config
+    try:
+        _check_listen(config)
+        _check_tenants(config)
+        _check_sizes(config)
+        _check_others(config)
+    except _Wrong as wrong:
+        raise ConfigError(f"{wrong.name} ({settings.origin(wrong.name)}): {wrong.text}") from None
+
+
+def addresses(config: Config) -> tuple[Address, ...]:
+    """Where to listen, the service's own address first.
+
+    Raises:
+        ConfigError: an address that is none.
+    """
+    return tuple(Address.parse(text, listening=True) for text in config.listen.addresses)
+
+
+def storage_url(config: Config) -> str | None:
+    """The storage's URL with its options as parameters; None for no storage."""
+    url, options = config.storage.url, config.storage.options
+    if not url or not options:
+        return url or None
+    texts = {name: _text(value) for name, value in options.items()}
+    return f"{url}{'&' if '?' in url else '?'}{urlencode(texts, quote_via=quote)}"
+
+
+def session_limits(config: Config) -> Limits:
+    """Bounds of one session."""
+    limits, leases = config.limits, config.leases
+    return Limits(
+        message_bytes=int(limits.message_bytes),
+        pages=limits.pages,
+        leases=limits.leases,
+        requests=limits.requests,
+        quarantined_slots=leases.quarantined_slots,
+        lease_seconds=leases.seconds,
+        chunk_bytes=int(limits.chunk_bytes),
+    )
+
+
+def hosted_options(config: Config) -> dict[str, Any]:
+    """Options of `hicache.runtime.options.Options` for every pool, by name; and `write_policy`, `prefetch_timeout`."""
+    from hicache.runtime.options import PrefetchTimeout
+
+    policies, storage = config.policies, config.storage
+    return {
+        "write_policy": policies.write,
+        "eviction": policies.eviction,
+        "prefetch": policies.prefetch,
+        "prefetch_timeout": PrefetchTimeout(
+            policies.prefetch_base, policies.prefetch_per_1024_tokens, policies.prefetch_cap
+        ),
+        "prefetch_threshold": policies.prefetch_threshold,
+        "prefill_tokens_per_second": policies.prefill_tokens_per_second,
+        "reserve": policies.reserve,
+        "call_timeout": storage.call_timeout,
+        "max_hung": storage.max_hung,
+        "read_threads": storage.read_threads,
+        "write_threads": storage.write_threads,
+    }
+
+
+def _check_listen(config: Config) -> None:
+    name = "listen.addresses"
+    if not config.listen.addresses:
+        raise _Wrong(name, "there is none: give at least one, such as unix:///run/hicache/hicache.sock")
+    listening = [_parsed(name, text, listening=True) for text in config.listen.addresses]
+    seen: set[Address] = set()
+    for address in listening:
+        if address in seen and address.port:
+            raise _Wrong(name, f"{address} is there twice")
+        seen.add(address)
+    tls = config.tls
+    for one, other in (("certificate", "key"), ("key", "certificate"), ("client_ca", "certificate")):
+        if getattr(tls, one) and not getattr(tls, other):
+            raise _Wrong(f"tls.{one}", f"needs tls.{other} too")
+    remote = [address for address in listening if not address.is_unix]
+    if not remote or config.listen.insecure:
+        return
+    if not tls.certificate:
+        raise _Wrong(
+            name,
+            f"{remote[0]} without TLS would show and give away everything: set tls.certificate and tls.key, "
+            "or allow it by --insecure",
+        )
+    if not config.tokens.file:
+        raise _Wrong(name, f"{remote[0]} would serve anyone: set tokens.file, or allow it by --insecure")
+
+
+def _check_tenants(config: Config) -> None:
+    tenants = config.tenants
+    for uid in tenants.uids:
+        if uid != "*" and not (uid.isascii() and uid.isdecimal() and int(uid) < 2**32):
+            raise _Wrong("tenants.uids", f'{uid!r:.40} is no user id: give its number, or "*" for all others')
+    sockets = {address.path for address in map(Address.parse, _unix(config))}
+    for path in tenants.sockets:
+        if _parsed("tenants.sockets", path).path not in sockets:
+            raise _Wrong("tenants.sockets", f"{path!r:.120} is not among listen.addresses: nobody comes that way")
+    rules = [*tenants.uids.values(), *tenants.sockets.values()]
+    for tenant in [*(rule.tenant for rule in rules), *tenants.quotas]:
+        if not tenant or len(tenant) > 256 or not tenant.isprintable():
+            raise _Wrong("tenants", f"{tenant!r:.40} is no name of a tenant: 1 to 256 printable characters")
+
+
+def _check_sizes(config: Config) -> None:
+    host, limits = config.host, config.limits
+    if host.pool_bytes > host.bytes:
+        raise _Wrong("host.pool_bytes", f"{host.pool_bytes} is more than host.bytes, which is {host.bytes}")
+    if not _SMALLEST_MESSAGE <= limits.message_bytes <= _LARGEST_MESSAGE:
+        raise _Wrong("limits.message_bytes", f"{limits.message_bytes} is not between 1 MiB and 2 GiB")
+    if not 4096 <= limits.chunk_bytes <= limits.message_bytes // 2:
+        most = format_size(limits.message_bytes // 2)
+        raise _Wrong("limits.chunk_bytes", f"{limits.chunk_bytes} is not between 4 KiB and half a message, {most}")
+
+
+def _check_others(config: Config) -> None:
+    if config.metrics.address and _parsed("metrics.address", config.metrics.address, listening=True).is_unix:
+        raise _Wrong("metrics.address", "give host:port: scrapers do not come over Unix sockets")
+    for key in ("publish", "replay"):
+        endpoint = getattr(config.events, key)
+        if endpoint and not endpoint.startswith(_ENDPOINTS):
+            raise _Wrong(f"events.{key}", f"{endpoint!r:.80} is no endpoint: write tcp://127.0.0.1:5557 or ipc:///path")
+    if config.events.replay and not config.events.publish:
+        raise _Wrong("events.replay", "replays what is published: set events.publish too")
+    if config.storage.options and not config.storage.url:
+        raise _Wrong("storage.options", "options of no storage: set storage.url")
+    if url := storage_url(config):
+        try:
+            load_backend(StorageUrl.parse(url).scheme)
+        except ConfigError as error:
+            raise _Wrong("storage.url", str(error)) from None
+
+
+def _unix(config: Config) -> Iterator[str]:
+    return (text for text in config.listen.addresses if text.startswith(("/", "unix:")))
+
+
+def _parsed(name: str, text: str, *, listening: bool = False) -> Address:
+    try:
+        return Address.parse(text, listening=listening)
+    except ConfigError as error:
+        raise _Wrong(name, str(error)) from None
+
+
+def _text(value: str | float) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
