@@ -4,7 +4,10 @@ isort:skip_file
 The hot path: one bidirectional stream is one session. Requests carry ids, are answered out of order, and may be
 sent many at once. A session ends with its stream; everything it holds ends with it.
 
-Order of a session: `hello` first, alone. Then `attach`, once for each model. Then the other verbs.
+Order of a session: `hello` first. Then `attach`, once for each model. Then the other verbs. Requests are begun in the
+order in which they come; those that wait (attach, lease, load, prefetch, reserve, put_bytes, get_bytes) are answered
+when they are done, so a commit behind a put_bytes waits for its answer first. A client that ends its half of the
+stream still gets the answers that it has asked for.
 
 Formats of packed fields, everywhere in this file:
   page hashes   the hashes of consecutive pages, glued together; 32 bytes each (sha256).
