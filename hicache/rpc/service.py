@@ -7,6 +7,7 @@ Nothing here knows of protobuf or gRPC. Page hashes, slots, words and tokens are
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -389,7 +390,7 @@ class Pinned:
     of_pages: int
     hard: bool = True
     tenant: str | None = None
-    namespace_digest: bytes = b""
+    namespace_digest: builtins.bytes = b""
     seconds_left: float = 0.0
 
 
