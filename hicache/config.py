@@ -81,8 +81,8 @@ class FileMode(int):
 
 Right = Literal["read", "write", "admin"]
 
-_Seconds = Annotated[float, Meta(ge=0)]
-_Positive = Annotated[float, Meta(gt=0)]
+_Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+_Positive = Annotated[float, Meta(gt=0, le=1e9)]
 _Count = Annotated[int, Meta(ge=1)]
 _Whole = Annotated[int, Meta(ge=0)]
 

@@ -1,4 +1,4 @@
-"""TLS files of the service, looked at before it starts, so that a wrong one is one clear line and no failed handshake."""
+"""TLS files of the service, looked at before it starts: a wrong one is one clear line, not a failed handshake."""
 
 from __future__ import annotations
 

@@ -169,7 +169,7 @@ class _Merged:
             if section not in sections or not isinstance(table, dict):
                 raise self._unknown(section, f"file {path}", sections)
             for key, value in table.items():
-                self.add(f"{section}.{key}", value, f"file {path}")
+                self.add(f"{section}.{key}", value, f"file {path}", exact=True)
 
     def add_variable(self, variable: str, value: str) -> None:
         if variable == _CONFIG_VARIABLE or variable in _CLIENT_VARIABLES or _LINKS.fullmatch(variable):
@@ -180,12 +180,12 @@ class _Merged:
             raise self._unknown(variable, "environment", variables)
         self.add(name, value, f"environment {variable}")
 
-    def add(self, name: str, value: Any, origin: str) -> None:
-        """Set a value, a whole table or one entry of a table."""
+    def add(self, name: str, value: Any, origin: str, *, exact: bool = False) -> None:
+        """Set a value, a whole table or one entry of a table. A text stands for any kind, unless it is `exact`."""
         setting, entry = self._find(name, origin)
-        if setting.is_table and isinstance(value, str) and not entry:
-            value = _from_json(name, value, origin)
-        converted = _converted(setting, value, name=name, origin=origin, entry=bool(entry))
+        if isinstance(value, str) and not exact:
+            value = _from_text(setting, value, name=name, origin=origin, entry=bool(entry))
+        converted = _converted(setting, value, name=name, origin=origin, entry=bool(entry), exact=exact)
         if entry:
             self._values[setting.name] = {**self._values.get(setting.name, {}), entry: converted}
         else:
@@ -243,30 +243,30 @@ def _read(path: str) -> dict[str, Any]:
         raise ConfigError(f"configuration file {path!r:.200} is no TOML: {error}") from None
 
 
-def _from_json(name: str, text: str, origin: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        raise ConfigError(
-            f"{name} ({origin}): give a JSON object, or set entries one by one as {name}.NAME=VALUE"
-        ) from None
+def _from_text(setting: Setting, text: str, *, name: str, origin: str, entry: bool) -> Any:
+    bare = _bare(setting.kind)
+    if setting.is_table and not entry:
+        try:
+            return json.loads(text)
+        except ValueError:
+            raise ConfigError(
+                f"{name} ({origin}): give a JSON object, or set entries one by one as {name}.NAME=VALUE"
+            ) from None
+    if get_origin(bare) is tuple:
+        return [part.strip() for part in text.split(",") if part.strip()]
+    return text.strip().lower() if bare is bool else text
 
 
-def _converted(setting: Setting, value: Any, *, name: str, origin: str, entry: bool) -> Any:
+def _converted(setting: Setting, value: Any, *, name: str, origin: str, entry: bool, exact: bool) -> Any:
     kind = get_args(_bare(setting.kind))[1] if entry else setting.kind
     bare = _bare(kind)
-    if isinstance(value, str) and get_origin(bare) is tuple:
-        value = [part.strip() for part in value.split(",") if part.strip()]
-    if isinstance(value, str) and bare is bool:
-        value = value.strip().lower()
     if setting.is_table:
         value = _spelled_out(bare if entry else get_args(bare)[1], value, entry=entry)
     try:
-        # Texts of the environment and of flags are read as numbers; a file has kinds of its own.
-        return msgspec.convert(value, kind, strict=not isinstance(value, str), dec_hook=_parse)
+        return msgspec.convert(value, kind, strict=exact or not isinstance(value, str), dec_hook=_parse)
     except (msgspec.ValidationError, ConfigError) as error:
         reason = _reason(error, bare)
-    raise ConfigError(f"{name}={shown_briefly(name, value)} ({origin}): {reason}")
+    raise ConfigError(f"{name}={_briefly(name, value)} ({origin}): {reason}")
 
 
 def _spelled_out(kind: Any, value: Any, *, entry: bool) -> Any:
@@ -281,13 +281,9 @@ def _spelled_out(kind: Any, value: Any, *, entry: bool) -> Any:
     return spell(value) if entry or not isinstance(value, dict) else {key: spell(given) for key, given in value.items()}
 
 
-def shown_briefly(name: str, value: Any) -> str:
-    """A value for a message: short, on one line, without secrets."""
-    return (
-        f"{shown(name, value) if isinstance(value, str | dict) else value!r}"[:80]
-        if not _SECRET.search(name)
-        else "***"
-    )
+def _briefly(name: str, value: Any) -> str:
+    """A value for a message: short, without secrets."""
+    return "***" if _SECRET.search(name) else repr(shown(name, value))[:80]
 
 
 def _parse(kind: Any, given: Any) -> Any:
