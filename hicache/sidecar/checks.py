@@ -9,13 +9,12 @@ from urllib.parse import quote, urlencode
 from hicache.config import Config
 from hicache.errors import ConfigError
 from hicache.rpc.address import Address
-from hicache.rpc.service import Limits
 from hicache.sidecar.settings import Settings
 from hicache.storage.registry import load_backend
 from hicache.storage.url import StorageUrl
 from hicache.units import format_size
 
-__all__ = ["addresses", "check", "hosted_options", "session_limits", "storage_url"]
+__all__ = ["addresses", "check", "hosted_options", "storage_url"]
 
 _ENDPOINTS = ("tcp://", "ipc:///", "ipc://@")
 _SMALLEST_MESSAGE = 2**20
@@ -63,20 +62,6 @@ def storage_url(config: Config) -> str | None:
     return f"{url}{'&' if '?' in url else '?'}{urlencode(texts, quote_via=quote)}"
 
 
-def session_limits(config: Config) -> Limits:
-    """Bounds of one session."""
-    limits, leases = config.limits, config.leases
-    return Limits(
-        message_bytes=int(limits.message_bytes),
-        pages=limits.pages,
-        leases=limits.leases,
-        requests=limits.requests,
-        quarantined_slots=leases.quarantined_slots,
-        lease_seconds=leases.seconds,
-        chunk_bytes=int(limits.chunk_bytes),
-    )
-
-
 def hosted_options(config: Config) -> dict[str, Any]:
     """Options of `hicache.runtime.options.Options` for every pool, by name; and `write_policy`, `prefetch_timeout`."""
     from hicache.runtime.options import PrefetchTimeout
@@ -106,7 +91,7 @@ def _check_listen(config: Config) -> None:
     listening = [_parsed(name, text, listening=True) for text in config.listen.addresses]
     seen: set[Address] = set()
     for address in listening:
-        if address in seen and address.port:
+        if address in seen and (address.is_unix or address.port):  # port 0 is another one each time
             raise _Wrong(name, f"{address} is there twice")
         seen.add(address)
     tls = config.tls

@@ -244,7 +244,7 @@ def _read_private(path: str) -> bytes:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"{shown} cannot be read: {reason}") from None
-    with os.fdopen(descriptor, "rb") as file:
+    try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise ConfigError(f"{shown} is no regular file")
@@ -252,7 +252,10 @@ def _read_private(path: str) -> bytes:
             raise ConfigError(f"{shown} has mode {status.st_mode & 0o777:04o}, so others may use it: chmod 600 it")
         if status.st_uid not in (os.geteuid(), 0):
             raise ConfigError(f"{shown} belongs to uid {status.st_uid}: chown it to uid {os.geteuid()}, the service's")
-        data = file.read(_LARGEST_FILE + 1)
+        with os.fdopen(descriptor, "rb", closefd=False) as file:
+            data = file.read(_LARGEST_FILE + 1)
+    finally:
+        os.close(descriptor)
     if len(data) > _LARGEST_FILE:
         raise ConfigError(f"{shown} is larger than 1 MiB: that is none")
     return data
