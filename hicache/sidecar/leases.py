@@ -292,18 +292,15 @@ class LeaseBook:
             lease.awaits.discard(member)
         return self._free_if_let_go(lease) or lease.request.counts_now(aborted=lease.aborted)
 
-    def end(self, lease: HeldLease, reason: str, *, awaits: set[Member]) -> None:
-        """End a lease against its owner's will. `awaits` must let go of it first; those of them that live are told."""
-        if lease.ended is not None:
-            lease.awaits |= awaits
-        else:
-            lease.ended = reason
-            lease.aborted = True
-            lease.awaits = awaits
-            self._revoked += 1
-            for member in lease.group.members:
-                if not member.ended and (member.touches or member is lease.owner):
-                    member.tell(Revoked((lease.number,), reason))
+    def _end(self, lease: HeldLease, reason: str) -> None:
+        """End a lease against its owner's will. All that may touch it must let go first; those that live are told."""
+        lease.ended = reason
+        lease.aborted = True
+        lease.awaits = lease.group.touching()
+        self._revoked += 1
+        for member in lease.group.members:
+            if not member.ended and (member.touches or member is lease.owner):
+                member.tell(Revoked((lease.number,), reason))
         self._free_if_let_go(lease)
 
     def acknowledged(self, numbers: Iterable[int], members: Iterable[Member]) -> None:
@@ -320,17 +317,14 @@ class LeaseBook:
         for lease in self:
             if member not in lease.group.members:
                 continue
-            if lease.owner is member:
-                awaits = lease.group.touching()
-                self.end(lease, f"session {member.session}, which made it, has ended", awaits=awaits)
-            elif lease.ended is not None:
-                if not member.touches:
-                    lease.awaits.discard(member)
-                    self._free_if_let_go(lease)
-            elif any(lease.frontier[arena] < lease.end for arena in member.arenas if lease.frontier):
-                self.end(
-                    lease, f"rank {member.rank[0]} of stage {member.rank[1]} was lost", awaits=lease.group.touching()
-                )
+            if lease.ended is None:
+                if lease.owner is member:
+                    self._end(lease, f"session {member.session}, which made it, has ended")
+                elif any(lease.frontier[arena] < lease.end for arena in member.arenas if lease.frontier):
+                    self._end(lease, f"rank {member.rank[0]} of stage {member.rank[1]} was lost")
+            if not member.touches:
+                lease.awaits.discard(member)
+                self._free_if_let_go(lease)
 
     def gone(self, member: Member) -> None:
         """A session's process can touch nothing any more."""
@@ -347,7 +341,7 @@ class LeaseBook:
         for lease in self:
             if lease.ended is None and lease.used < before:
                 self._expired += 1
-                self.end(lease, f"it was not used for {self._seconds:g} seconds", awaits=lease.group.touching())
+                self._end(lease, f"it was not used for {self._seconds:g} seconds")
 
     def next_expiry(self) -> float | None:
         """When the next lease may expire, by the loop's clock."""
