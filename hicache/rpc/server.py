@@ -1,0 +1,262 @@
+"""The gRPC server: listeners, authentication, health and reflection around a `hicache.rpc.service.Service`.
+
+Bodies of calls are bytes here. They are decoded by us, so that what cannot be decoded is a typed error too, and the
+size of a message is known before anything is done about it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final, NoReturn, TypeAlias
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+from grpc import aio
+
+from hicache.errors import ConfigError, InvalidInput, LimitExceeded
+from hicache.rpc.address import Address
+from hicache.rpc.administration import CALLS, Streamed, Unary
+from hicache.rpc.latency import LatencyMeter, VerbStatistics
+from hicache.rpc.service import Authenticate, Peer, Service
+from hicache.rpc.status import DETAILS_KEY, encode_error, row_of
+from hicache.rpc.stream import SessionStream
+from hicache.rpc.surroundings import Health, add_reflection
+from hicache.rpc.transport import SERVER_OPTIONS, TRANSPORT_BYTES
+from hicache.rpc.verbs import closing
+
+__all__ = ["Listener", "RpcServer"]
+
+SESSION_SERVICE: Final = "hicache.rpc.v1.SessionService"
+ADMIN_SERVICE: Final = "hicache.rpc.v1.AdminService"
+
+_LIFELINE_KEY: Final = "hicache-lifeline-bin"
+_BEARER: Final = "bearer "
+_END_SECONDS: Final = 10.0
+
+Context: TypeAlias = "aio.ServicerContext[Any, Any]"
+
+
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """Where clients come in.
+
+    Attributes:
+        address: what to listen on. Whoever owns the path of a Unix socket claims it before: gRPC takes over a path
+            that is in use, and removes it at the end.
+        certificate, key: PEM, for TLS; None: none. Not for Unix sockets.
+        client_ca: PEM of the authorities by which clients must show a certificate; None: they need none.
+        socket_mode: rights of a Unix socket's file.
+    """
+
+    address: Address
+    certificate: bytes | None = None
+    key: bytes | None = field(default=None, repr=False)
+    client_ca: bytes | None = None
+    socket_mode: int = 0o600
+
+    @property
+    def credentials(self) -> grpc.ServerCredentials | None:
+        """For gRPC; None without TLS."""
+        if self.certificate is None or self.key is None:
+            return None
+        pair = [(self.key, self.certificate)]
+        return grpc.ssl_server_credentials(pair, self.client_ca, require_client_auth=self.client_ca is not None)
+
+
+class RpcServer:
+    """Serves a service on listeners. Used on the loop's thread; made, started and stopped once.
+
+    Each listener is a server of its own, as a Unix socket does not tell on which path a client came in.
+
+    Args:
+        service: what is served; stays its owner's.
+        listeners: where.
+        authenticate: says who a client is.
+        options: of gRPC, over those of `hicache.rpc.transport`; for tests.
+
+    Raises:
+        ConfigError: a limit on messages that the transport cannot carry.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        listeners: Sequence[Listener],
+        *,
+        authenticate: Authenticate,
+        options: Sequence[tuple[str, int]] = (),
+    ) -> None:
+        if service.limits.message_bytes > TRANSPORT_BYTES:
+            raise ConfigError(
+                f"message_bytes {service.limits.message_bytes} is above {TRANSPORT_BYTES}, what the transport carries"
+            )
+        self._service = service
+        self._listeners = tuple(listeners)
+        self._authenticate = authenticate
+        self._options = dict(SERVER_OPTIONS) | dict(options)
+        self._meter = LatencyMeter()
+        self._health = Health((SESSION_SERVICE, ADMIN_SERVICE))
+        self._servers: list[aio.Server] = []
+        self._streams: set[asyncio.Task[Any]] = set()
+        self.addresses: tuple[Address, ...] = ()
+
+    async def start(self) -> None:
+        """Listen everywhere, or nowhere. `addresses` then has the ports that were chosen for port 0.
+
+        Raises:
+            ConfigError: an address that is taken or cannot be bound, or certificates that gRPC refuses.
+        """
+        addresses = []
+        try:
+            for listener in self._listeners:
+                server = self._server(listener)
+                self._servers.append(server)
+                addresses.append(_bind(server, listener))
+            for server in self._servers:
+                await server.start()
+        except BaseException:
+            await self.stop(0.0)
+            raise
+        self.addresses = tuple(addresses)
+        self.set_ready(True)
+
+    def set_ready(self, ready: bool) -> None:
+        """What the health service says from now on."""
+        self._health.set(ready)
+
+    def statistics(self) -> tuple[VerbStatistics, ...]:
+        """Latencies by verb."""
+        return self._meter.statistics()
+
+    async def stop(self, grace: float) -> None:
+        """Take no new calls, let those that run go on for `grace` seconds, then cancel them. Idempotent.
+
+        When it returns every session has ended.
+        """
+        self.set_ready(False)
+        servers, self._servers = self._servers, []
+        await asyncio.gather(*(server.stop(grace) for server in servers))
+        if self._streams:  # cancelled; they end their sessions
+            await asyncio.wait(tuple(self._streams), timeout=_END_SECONDS)
+
+    def _server(self, listener: Listener) -> aio.Server:
+        server = aio.server(options=tuple(self._options.items()))
+        calls = {name: self._handler(listener, name, call) for name, call in CALLS.items()}
+        server.add_generic_rpc_handlers(
+            (
+                grpc.method_handlers_generic_handler(
+                    SESSION_SERVICE, {"Open": grpc.stream_stream_rpc_method_handler(self._open(listener))}
+                ),
+                grpc.method_handlers_generic_handler(ADMIN_SERVICE, calls),
+            )
+        )
+        self._health.add(server)
+        add_reflection(server, (SESSION_SERVICE, ADMIN_SERVICE))
+        return server
+
+    def _open(self, listener: Listener) -> Callable[[AsyncIterator[bytes], Context], Any]:
+        async def handle(messages: AsyncIterator[bytes], context: Context) -> None:
+            task = asyncio.current_task()
+            assert task is not None
+            self._streams.add(task)
+            try:
+                peer = _peer(listener, context)
+                stream = SessionStream(
+                    self._service,
+                    lambda key: self._authenticate(replace(peer, lifeline_key=key)),
+                    context.write,
+                    self._meter,
+                )
+                await stream.run(messages)
+            except Exception as error:
+                await _abort(context, error)
+            finally:
+                self._streams.discard(task)
+
+        return handle
+
+    def _handler(self, listener: Listener, name: str, call: Unary | Streamed) -> grpc.RpcMethodHandler[Any, Any]:
+        loop_time = asyncio.get_running_loop().time
+
+        async def unary(data: bytes, context: Context) -> bytes:
+            began = loop_time()
+            failed = True
+            try:
+                assert isinstance(call, Unary)
+                caller = self._authenticate(_peer(listener, context))
+                reply = await call.run(self._service, caller, self._decode(call, name, data))
+                failed = False
+                return reply.SerializeToString()
+            except Exception as error:
+                await _abort(context, error)
+            finally:
+                self._meter.answered(name, loop_time() - began, failed=failed)
+
+        async def streamed(data: bytes, context: Context) -> None:
+            try:
+                assert isinstance(call, Streamed)
+                caller = self._authenticate(_peer(listener, context))
+                async with closing(call.run(self._service, caller, self._decode(call, name, data))) as replies:
+                    async for reply in replies:
+                        await context.write(reply.SerializeToString())
+            except Exception as error:
+                await _abort(context, error)
+
+        if isinstance(call, Unary):
+            return grpc.unary_unary_rpc_method_handler(unary)
+        return grpc.unary_stream_rpc_method_handler(streamed)
+
+    def _decode(self, call: Unary | Streamed, name: str, data: bytes) -> Message:
+        limit = self._service.limits.message_bytes
+        if len(data) > limit:
+            raise LimitExceeded(f"{name}: a message of {len(data)} bytes, and the limit is {limit}")
+        try:
+            return call.request.FromString(data)
+        except DecodeError:
+            raise InvalidInput(f"{name}: a message that is no {call.request.__name__}: see admin.proto") from None
+
+
+async def _abort(context: Context, error: Exception) -> NoReturn:
+    message = encode_error(error)
+    details = ((DETAILS_KEY, message.SerializeToString()),)
+    await context.abort(row_of(error).code, message.message, details)
+
+
+def _peer(listener: Listener, context: Context) -> Peer:
+    metadata: dict[str, str | bytes] = dict(context.invocation_metadata() or ())
+    authorization = metadata.get("authorization", "")
+    token = None
+    if isinstance(authorization, str) and authorization[: len(_BEARER)].lower() == _BEARER:
+        token = authorization[len(_BEARER) :]
+    key = metadata.get(_LIFELINE_KEY, b"")
+    names = tuple(context.auth_context().get("x509_common_name", ()))
+    return Peer(
+        listener=str(listener.address),
+        address=context.peer(),
+        token=token,
+        certificate=names[0].decode("utf-8", "replace") if names and names[0] is not None else None,
+        lifeline_key=key if isinstance(key, bytes) else b"",
+    )
+
+
+def _bind(server: aio.Server, listener: Listener) -> Address:
+    address, credentials = listener.address, listener.credentials
+    target = address.target
+    before = os.umask(~listener.socket_mode & 0o777) if address.is_unix else None
+    try:
+        port = server.add_insecure_port(target) if credentials is None else server.add_secure_port(target, credentials)
+    except RuntimeError:
+        port = 0  # so did older versions tell it
+    finally:
+        if before is not None:
+            os.umask(before)
+    if not port:
+        raise ConfigError(f"cannot listen on {address}: it is taken, or not an address of this machine")
+    if address.is_unix:
+        Path(address.path).chmod(listener.socket_mode)
+        return address
+    return replace(address, port=port)
