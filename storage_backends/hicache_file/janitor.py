@@ -17,6 +17,7 @@ __all__ = ["Janitor"]
 
 _TRIM_STEP: Final = 16 * 2**20
 _TRIM_PAUSE: Final = 0.002
+_EXCESS_SHARE: Final = 16  # of the capacity; a scan evicts in so large portions, as choosing sorts what is known so far
 
 
 class Janitor:
@@ -50,7 +51,8 @@ class Janitor:
         """Index every object that is not known yet.
 
         Args:
-            sweeping: also remove what dead writers and cleared generations left.
+            sweeping: also remove what dead writers and cleared generations left, and, as soon as more is known than
+                the capacity, what goes first of that: in the end the same is left as if all had been known before.
 
         Returns:
             Bytes of all objects, charges included; None if it was stopped.
@@ -91,12 +93,15 @@ class Janitor:
     def _scan_namespace(self, path: str, *, sweeping: bool) -> int:
         floor = self._floor(bytes.fromhex(os.path.basename(path)))
         seen = 0
+        trims = self._space.capacity is not None
         for generation in self._walk.generations(path):
             if sweeping and int(os.path.basename(generation)) < floor:
                 self._sweep_generation(generation)
             for leaf in self._walk.leaves(generation):
                 for entry in self._walk.entries(leaf.path):
                     seen += self._look(leaf, entry, sweeping=sweeping)
+                if sweeping and trims:
+                    trims = self._trim_known()
                 if self._stop.is_set():
                     return seen
         return seen
@@ -138,12 +143,30 @@ class Janitor:
                 return False
             if books.used <= capacity:
                 break
-            victims = self._space.take_some(min(books.used - capacity, _TRIM_STEP))
-            evicted = self._removal.evict(victims, stop=self._stop.is_set)
-            if not (evicted.removed or evicted.vanished):
+            if not self._evict(books.used - capacity):
                 return False
             self._stop.wait(_TRIM_PAUSE)
         return True
+
+    def _trim_known(self) -> bool:
+        """Evict when the objects that are known so far are well above the capacity; False if nothing can go."""
+        capacity = self._space.capacity
+        assert capacity is not None
+        excess = self._space.standing().known - capacity
+        if excess < capacity // _EXCESS_SHARE:
+            return True
+        while excess > 0 and not self._stop.is_set():
+            if not self._evict(excess):
+                return False
+            self._accounts.publish(give=True)  # else puts would write these bytes again
+            excess = self._space.standing().known - capacity
+        return True
+
+    def _evict(self, most: int) -> bool:
+        """Evict one step's bytes; False if nothing could go."""
+        victims = self._space.take_some(min(most, _TRIM_STEP))
+        evicted = self._removal.evict(victims, stop=self._stop.is_set)
+        return bool(evicted.removed or evicted.vanished)
 
     # --- sweep --------------------------------------------------------------------------------------------------
 

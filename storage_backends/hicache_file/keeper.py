@@ -17,6 +17,7 @@ __all__ = ["Keeper"]
 _SCAN_SHARE: Final = 10  # of its time the thread spends at most one part in so many on scans
 _LEARN_SHARE: Final = 4  # what others have put since the last scan, as a share of the capacity, that is worth one
 _RETRY_TRIM: Final = 30.0
+_LAST_TRIM: Final = 0.8  # of what closing may take goes to trimming; what is left, to the end of the thread
 
 
 class Keeper:
@@ -50,6 +51,7 @@ class Keeper:
         self._learned = 0  # bytes that others had put when this process last scanned
         self._last_settled = -1
         self._busy = True
+        self._owing = False  # the folder is above its capacity, and this process is to trim it
         self.errors = 0
         self._thread = threading.Thread(target=self._run, name="hicache-file-janitor", daemon=True)
 
@@ -68,11 +70,17 @@ class Keeper:
         self._thread.start()
 
     def stop(self, timeout: float) -> bool:
-        """Ask the thread to end, and wait for it; False if it takes longer. Idempotent."""
+        """Ask the thread to end, and wait for it; False if it takes longer. Idempotent.
+
+        A folder that this process has found above its capacity is trimmed first, as far as that takes no longer.
+        """
+        end = time.monotonic() + timeout
+        with self._wake:
+            self._wake.wait_for(lambda: not self._owing or self._stop.is_set(), _LAST_TRIM * timeout)
         self._stop.set()
         self._notify()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(timeout)
+            self._thread.join(max(0.0, end - time.monotonic()))
         return not self._thread.is_alive()
 
     def sweep(self, namespace: bytes) -> None:
@@ -101,6 +109,7 @@ class Keeper:
 
     def _run(self) -> None:
         self._guarded(self._elect)
+        self._guarded(lambda: self._owe(self._accounts.publish()))
         if not self._space.ready:
             self._guarded(self._count)
             if not self._stop.is_set():
@@ -122,9 +131,9 @@ class Keeper:
 
     def _rest(self) -> None:
         with self._wake:
-            if not (self._cleared or self._jobs):
-                self._busy = False
-                self._wake.notify_all()
+            self._owing = False  # what could go has gone
+            self._busy = bool(self._cleared or self._jobs)
+            self._wake.notify_all()
             self._wake.wait_for(lambda: self._cleared or self._jobs or self._stop.is_set(), self._refresh)
 
     def _notify(self) -> None:
@@ -202,8 +211,12 @@ class Keeper:
                 self._later[name] = self._now() + 2 * self._refresh
 
     def _trim(self, books: Books) -> None:
-        capacity = self._space.capacity
-        if capacity is None or books.used is None or books.used <= capacity:
-            return
-        if not self._janitor.trim():
+        if self._owe(books) and not self._janitor.trim():
             self._trim_at = self._now() + _RETRY_TRIM
+
+    def _owe(self, books: Books | None) -> bool:
+        """Whether this process is to trim the folder."""
+        capacity = self._space.capacity
+        used = None if books is None else books.used
+        self._owing = self._election.elected and capacity is not None and used is not None and used > capacity
+        return self._owing

@@ -287,6 +287,49 @@ def test_a_smaller_capacity_trims_after_the_count(open_root: Open, root: Path) -
     assert backend.statistics().objects == 5
 
 
+def too_full(open_root: Open, path_of: PathOf, count: int) -> list[StoredObject]:
+    """A folder with objects that were used in different minutes, in this order."""
+    first = open_root(capacity=count * COST)
+    things = singles(count)
+    assert status_of(first.put(things)) == [OK] * count
+    for minute, stored in enumerate(things):
+        os.utime(path_of(first, stored.key), (1_700_000_000 + 60 * minute,) * 2)
+    first.close()
+    return things
+
+
+def test_a_folder_that_is_too_full_is_trimmed_while_it_is_indexed(open_root: Open, root: Path, path_of: PathOf) -> None:
+    things = too_full(open_root, path_of, 40)
+    gate = Gate()
+
+    def hold(name: str, number: int, args: tuple[Any, ...]) -> None:
+        indexing = threading.current_thread().name == "hicache-file-janitor"
+        if name == "open" and "hg1-" in args[0] and indexing and on_disk(root) <= 25 * STORED:
+            gate.enter()
+
+    backend = open_root(ready=False, capacity=10 * COST, fs=interpose(FileSystem(), hold))
+    gate.until_arrived()
+    assert not backend.statistics().ready
+    gate.open()
+    assert backend.wait_swept(30)
+    kept = backend.contains([stored.key for stored in things])
+    assert kept == [False] * 30 + [True] * 10, "what goes is the same as if all had been known before"
+
+
+def test_closing_trims_what_is_still_to_be_trimmed(
+    open_root: Open, root: Path, path_of: PathOf, scan: SlowScan
+) -> None:
+    things = too_full(open_root, path_of, 20)
+    backend = open_root(ready=False, capacity=5 * COST, fs=interpose(FileSystem(), scan))
+    scan.gate.until_arrived()
+    closing = threading.Thread(target=backend.close)
+    closing.start()
+    scan.gate.open()
+    closing.join(30)
+    assert on_disk(root) <= 5 * COST
+    assert open_root(capacity=5 * COST).contains([stored.key for stored in things]) == [False] * 15 + [True] * 5
+
+
 def test_closing_during_the_scan_is_quick_and_claims_nothing(open_root: Open, root: Path) -> None:
     first = open_root(capacity=20 * COST)
     first.put(singles(10))

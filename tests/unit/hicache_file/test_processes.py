@@ -269,7 +269,7 @@ def test_one_put_into_a_folder_that_is_far_too_full_evicts_only_what_it_needs(op
             if thread == "hicache-file-janitor":
                 gate.enter()
 
-    backend = open_root(capacity=5 * COST, fs=interpose(FileSystem(), hold))
+    backend = open_root(ready=False, capacity=5 * COST, fs=interpose(FileSystem(), hold))
     try:
         gate.until_arrived()
         assert status_of(backend.put(singles(1, first=500))) == [OK]
@@ -280,7 +280,7 @@ def test_one_put_into_a_folder_that_is_far_too_full_evicts_only_what_it_needs(op
     assert on_disk(root) <= 5 * COST
 
 
-def test_closing_while_a_folder_is_trimmed_does_not_wait_for_the_end(open_root: Open, root: Path) -> None:
+def test_closing_waits_for_the_trimming_of_a_folder_only_for_some_time(open_root: Open, root: Path) -> None:
     first = open_root(capacity=200 * COST)
     first.put(singles(200))
     first.close()
@@ -290,14 +290,11 @@ def test_closing_while_a_folder_is_trimmed_does_not_wait_for_the_end(open_root: 
         if name == "unlink" and "hg1-" in args[0]:
             gate.enter()
 
-    backend = open_root(capacity=5 * COST, fs=interpose(FileSystem(), hold))
+    backend = open_root(ready=False, capacity=5 * COST, fs=interpose(FileSystem(), hold))
     gate.until_arrived()
-    closing = threading.Thread(target=backend.close)
-    closing.start()
-    while not backend._keeper._stop.is_set():
-        threading.Event().wait(0.001)
+    assert not backend._keeper.stop(0.1)
     gate.open()
-    closing.join(30)
+    backend.close()
     assert len(list(root.rglob("*hg1-*"))) >= 198
     assert books_of(root)["used"] == charged(root)
 
