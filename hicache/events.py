@@ -24,6 +24,7 @@ class Stored:
         parent_hash: hash of the page before the first, or None at the root.
         first_page: depth of the first page, 0 at the root.
         symbols: the pages' symbols glued together (token bytes, or hashes): `len(page_hashes)` times one width.
+        tokens: where symbols are hashes, the pages' tokens as u32 little endian, if all of them are known; else empty.
     """
 
     namespace: bytes
@@ -33,6 +34,7 @@ class Stored:
     parent_hash: bytes | None
     first_page: int
     symbols: bytes
+    tokens: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -224,9 +224,9 @@ MUTANTS = (
 RUNTIME_MUTANTS = (
     runtime(
         "what was read is not compared with the tokens asked for",
-        "objects.py",
-        "            and header.tokens == page.symbol[: self._token_bytes]\n",
-        "",
+        "tokens.py",
+        "            header.tokens == tokens and (header.extras or bytes(len(extras))) == extras  # as they were committed\n",
+        "            (header.extras or bytes(len(extras))) == extras\n",
     ),
     runtime(
         "a put that failed counts as stored",
@@ -368,7 +368,7 @@ RUNTIME_MUTANTS = (
     Mutant(
         "pages that were declined count as late",
         "hicache/runtime/loading.py",
-        "            reducer.core.decline(lease, lease.match.device + decision.planned)\n",
+        "            reducer.core.decline(lease, self._top(lease) + decision.planned)\n",
         "",
         PLANNING,
     ),

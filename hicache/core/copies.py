@@ -399,8 +399,11 @@ class Copies:
         hashes = tree.hashes(node, first, end)
         parent = tree.hashes(node, first - 1, first)[0] if first else tree.hash_before(node)
         symbols = node.span[first * tree.width : end * tree.width]
+        tokens = b""
+        if self.registry.tokens is not None and end <= len(node.slots[HOST]):
+            tokens = self.registry.tokens(node.slots[HOST][first:end])
         self.registry.events.append(
-            Stored(tree.namespace, tree.generation, tier, tuple(hashes), parent, node.first + first, symbols)
+            Stored(tree.namespace, tree.generation, tier, tuple(hashes), parent, node.first + first, symbols, tokens)
         )
 
     def _tell_removed(self, tier: Tier, node: Node, first: int, end: int, reason: MissReason) -> None:

@@ -19,12 +19,18 @@ class Hasher(Protocol):
 
 
 class SymbolsAreHashes:
-    """The hasher of an alphabet whose symbols are the page hashes themselves (sidecar, plug-ins)."""
+    """The hasher of an alphabet whose symbols are the page hashes themselves (sidecar, plug-ins).
 
-    __slots__ = ("size",)
+    Attributes:
+        size: bytes of one hash.
+        chain: what made the hashes of tokens, where that is known.
+    """
 
-    def __init__(self, size: int) -> None:
+    __slots__ = ("chain", "size")
+
+    def __init__(self, size: int, chain: Hasher | None = None) -> None:
         self.size = size
+        self.chain = chain
 
     def extend(self, parent: bytes | None, symbols: bytes, pages: int) -> bytes:
         """The symbols."""

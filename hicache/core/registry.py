@@ -12,8 +12,11 @@ from hicache.core.residency import SlotTable, Words
 from hicache.records import Tier
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from hicache.core.config import CoreConfig
     from hicache.core.node import Node
+    from hicache.core.residency import Slots
     from hicache.core.tree import HiRadixTree
     from hicache.events import Event
 
@@ -37,6 +40,7 @@ class Registry:
         stores: whether STORAGE is attached now; never without `config.storage`.
         forgetting: after a detach, the next node whose belief is to be dropped, and whether this pass found any;
             None when nothing is left.
+        tokens: gives the tokens of pages in HOST slots, for events of trees of hashes; None where symbols are tokens.
         hits_that_matter: uses of a node above this are told apart by no policy, so they part no nodes.
         living: nodes registered now, roots and unswept ones included.
         evicted, dropped_dirty: pages evicted per owned tier; of those, pages that left no copy below.
@@ -62,6 +66,7 @@ class Registry:
         "stub_pages",
         "tables",
         "tick",
+        "tokens",
         "top",
     )
 
@@ -82,6 +87,7 @@ class Registry:
         self.ghosts = Ghosts(config.ghost_pages)
         self.tick = 0
         self.events: list[Event] = []
+        self.tokens: Callable[[Slots], bytes] | None = None
         self.stub_pages = 0
         self.stores = config.storage
         self.forgetting: tuple[int, bool] | None = None

@@ -13,7 +13,7 @@ from hicache.records import Tier
 from hicache.runtime.arguments import storage_of
 from hicache.runtime.options import Options
 from hicache.runtime.parts import Parts
-from hicache.runtime.reducer import Pump
+from hicache.runtime.reducer import Ringer
 from hicache.runtime.scopes import Scope
 from hicache.storage.base import StorageBackend
 from hicache.storage.registry import configured
@@ -52,7 +52,7 @@ def open_backend(storage: str | StorageBackend, options: Options, clock: Clock) 
     return configured(storage, retry=options.retry, breaker=options.breaker, now=clock.now)
 
 
-def detach(parts: Parts, pump: Pump | None, *, end: float, force: bool) -> DetachReport:
+def detach(parts: Parts, pump: Ringer | None, *, end: float, force: bool) -> DetachReport:
     """Take the storage away.
 
     Args:

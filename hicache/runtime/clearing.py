@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from hicache.errors import StorageError
 from hicache.runtime.parts import Parts
-from hicache.runtime.reducer import Pump
+from hicache.runtime.reducer import Ringer
 from hicache.runtime.scopes import Scope
 
 
-def clear_memory(parts: Parts, scope: Scope, pump: Pump | None) -> int:
+def clear_memory(parts: Parts, scope: Scope, pump: Ringer | None) -> int:
     """Swap the tree for an empty one of the next generation, which is returned. Slots are freed in slices."""
     reducer = parts.reducer
     with reducer.lock:

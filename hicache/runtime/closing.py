@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from hicache.core.transfers import TransferKind
 from hicache.runtime.parts import Parts
-from hicache.runtime.reducer import Pump
+from hicache.runtime.reducer import Ringer
 
 LIMIT = 512
 """Pages started in one step: starting them holds the lock."""
@@ -70,7 +70,7 @@ def drain(parts: Parts, *, end: float) -> bool:
         return True
 
 
-def take_apart(parts: Parts, pump: Pump | None, *, end: float) -> tuple[int, int]:
+def take_apart(parts: Parts, pump: Ringer | None, *, end: float) -> tuple[int, int]:
     """Stop the threads and free the pools, after `reducer.closed` was set.
 
     Returns:
@@ -84,7 +84,8 @@ def take_apart(parts: Parts, pump: Pump | None, *, end: float) -> tuple[int, int
         thread.join(max(0.0, until - time.monotonic()))
 
     stuck = parts.storage.close(join) if parts.storage is not None else 0
-    pools.copies.close(_left(parts, end))
+    if pools.copies is not None:
+        pools.copies.close(_left(parts, end))
     with reducer.lock:
         reducer.settle()
         abandoned = sum(transfer.count for transfer in parts.executor.running.values())
@@ -101,9 +102,9 @@ def take_apart(parts: Parts, pump: Pump | None, *, end: float) -> tuple[int, int
 def _close_pools(parts: Parts) -> None:
     """Only with no transfer left: whoever still moves bytes keeps the pools, and they are freed when he lets go."""
     pools = parts.pools
-    if pools.host is not None:
+    if pools.host is not None and pools.owns_host:
         pools.host.close()
-    if pools.owns_device:
+    if pools.device is not None and pools.owns_device:
         pools.device.close()
 
 
@@ -113,7 +114,7 @@ def _left(parts: Parts, end: float) -> float:
 
 def _batch(parts: Parts) -> int:
     """Pages under way at once, so few that no queue turns them away."""
-    page_bytes = max(parts.pools.device.page_bytes, 1)
+    page_bytes = max(parts.pools.page_bytes, 1)
     bounds = (parts.options.copy_bound, parts.options.write_bound)
     sizes = [min(bound.bytes // page_bytes, bound.requests) for bound in bounds]
     return max(1, min(LIMIT, *sizes))

@@ -92,12 +92,17 @@ class Subscription:
 
 
 class Publisher:
-    """Hands events to every subscription. `publish` is called under the cache's lock and never blocks."""
+    """Hands events to every subscription. `publish` is called under the cache's lock and never blocks.
+
+    Attributes:
+        tap: gets them too, in the same call; None for nobody.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._subscriptions: tuple[Subscription, ...] = ()
         self._closed = False
+        self.tap: Callable[[Sequence[Event]], None] | None = None
 
     def subscribe(self, *, limit: int) -> Subscription:
         """A new listener; it gets what happens from now on."""
@@ -114,6 +119,8 @@ class Publisher:
         """Give events to all listeners."""
         for subscription in self._subscriptions:
             subscription.offer(events)
+        if self.tap is not None:
+            self.tap(events)
 
     def close(self) -> None:
         """End all streams."""

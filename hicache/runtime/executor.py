@@ -38,7 +38,7 @@ class Executor:
         self,
         reducer: Reducer,
         *,
-        copies: CopyEngine,
+        copies: CopyEngine | None,
         storage: StorageIO | None,
         page_bytes: int,
         copy_bound: Bound,
@@ -72,7 +72,7 @@ class Executor:
         """Complete a WRITE once the writer's event has passed."""
         self.running[transfer.id] = self._reducer.transfers[transfer.id] = transfer
         try:
-            self._copies.when_ready(event, partial(self._event_passed, transfer.id, transfer.count))
+            self._engine.when_ready(event, partial(self._event_passed, transfer.id, transfer.count))
         except Exception:
             _log.exception("%r could not be waited for", transfer)
             self.done(transfer.id, [PageResult.FAILED] * transfer.count)
@@ -81,12 +81,17 @@ class Executor:
         """A transfer's I/O has ended. Any thread; takes no lock."""
         self._reducer.post(self._finish, number, results)
 
+    @property
+    def _engine(self) -> CopyEngine:
+        assert self._copies is not None, "pages are copied only where DEVICE is owned"
+        return self._copies
+
     def _start(self, transfer: Transfer) -> str:
         """Returns the reason if the transfer was turned away."""
         kind = transfer.kind
         if kind is TransferKind.LOAD:
             source, target = _slots(transfer)
-            self._copies.host_to_device(source, target, done=partial(self.done, transfer.id))
+            self._engine.host_to_device(source, target, done=partial(self.done, transfer.id))
             return ""
         if kind is TransferKind.WRITE_BACK:
             return self._write_back(transfer)
@@ -102,7 +107,7 @@ class Executor:
         if copying and (len(copying) >= bound.requests or pages * self._page_bytes > bound.bytes):
             return COPY_QUEUE_FULL
         source, target = _slots(transfer)
-        self._copies.device_to_host(source, target, ready=None, done=partial(self.done, transfer.id))
+        self._engine.device_to_host(source, target, ready=None, done=partial(self.done, transfer.id))
         copying[transfer.id] = transfer.count
         return ""
 

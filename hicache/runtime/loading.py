@@ -50,6 +50,54 @@ class Prefetch:
         return self.probing and not self.lease.closed
 
 
+class Loading:
+    """One request's load, step by step. Used under the reducer's lock.
+
+    Attributes:
+        lease: the request's lease.
+        prefetch: what is known of its pages in storage.
+        end: when it is given up.
+        patience: until when storage is waited for.
+        finished: whether nothing is waited for any more.
+        decision: once finished, what was decided to be brought up, if anything was.
+        seen: what was under way when the core was asked last.
+    """
+
+    __slots__ = ("_loader", "decision", "end", "finished", "lease", "patience", "prefetch", "seen")
+
+    def __init__(self, loader: Loader, lease: Lease, prefetch: Prefetch | None, *, end: float, patience: float) -> None:
+        self._loader = loader
+        self.lease = lease
+        self.prefetch = prefetch
+        self.end = end
+        self.patience = patience
+        self.finished = False
+        self.decision: LoadDecision | None = None
+        self.seen: object = None
+
+    def step(self) -> float | None:
+        """Go on as far as it goes now.
+
+        Returns:
+            Seconds after which to call again, or earlier when something has changed; None: it has finished.
+
+        Raises:
+            CacheClosed: the request was closed meanwhile.
+        """
+        if self.finished:
+            return None
+        seconds = self._loader.go_on(self)
+        if seconds is None:
+            self.cancel()
+        return seconds
+
+    def cancel(self) -> None:
+        """Finish now, with what is there."""
+        if not self.finished:
+            self.finished = True
+            self.decision = self._loader.finish(self.lease, self.prefetch)
+
+
 class Loader:
     """Prefetches and loads for all requests of one cache. Thread-safe through the reducer's lock.
 
@@ -73,6 +121,7 @@ class Loader:
         self._options = options
         self._now = clock.now
         self._page_size = page_size
+        self._copies_up = reducer.core.config.device_pages != 0
         self.planner = planner
         self.probes_refused = 0
 
@@ -111,37 +160,60 @@ class Loader:
             CacheClosed: the cache was closed while this waited.
         """
         reducer = self._reducer
-        limit = self._now() + self._options.longest_wait
-        end = limit if deadline is None else min(started + deadline, limit)
         with reducer.lock:
-            patience = min(end, started + self._patience(lease, prefetch))
-            reducer.settle()
-            seen: object = None
-            while True:
-                if lease.closed:
-                    raise CacheClosed("the request was closed while it loaded")
-                fetching, loading = self._awaited(lease)
-                probing = prefetch is not None and prefetch.probing and prefetch.waits
-                if seen != (fetching, probing, lease.match):
-                    # At the start, and whenever the way into HOST has changed: it may hold more now.
-                    seen = (fetching, probing, lease.match)
-                    reducer.core.load(lease, self._upto(lease, prefetch))
-                    reducer.settle()
-                    continue
-                now = self._now()
-                late = now >= patience
-                coming = (bool(fetching) and not _only_explores(prefetch)) or probing
-                if now >= end or not (loading or (coming and not late)):
-                    break
-                reducer.wait((end if late or not coming else patience) - now)
-            return self._finish(lease, prefetch)
+            loading = self.begin(
+                lease, prefetch, started=started, until=None if deadline is None else started + deadline
+            )
+            while (seconds := loading.step()) is not None:
+                reducer.wait(seconds)
+            return loading.decision
 
-    def _finish(self, lease: Lease, prefetch: Prefetch | None) -> LoadDecision | None:
+    def begin(
+        self, lease: Lease, prefetch: Prefetch | None, *, started: float, until: float | None, patient: bool = False
+    ) -> Loading:
+        """`load`, to be gone on with step by step. The lock is held.
+
+        Args:
+            lease: as in `load`.
+            prefetch: as in `load`.
+            started: as in `load`.
+            until: when to give up, or None.
+            patient: nobody waits for it, so storage gets all of the time.
+        """
+        limit = self._now() + self._options.longest_wait
+        end = limit if until is None else min(until, limit)
+        patience = end if patient else min(end, started + self._patience(lease, prefetch))
+        return Loading(self, lease, prefetch, end=end, patience=patience)
+
+    def go_on(self, loading: Loading) -> float | None:
+        """Whatever can be done for it now. Seconds for which to wait for a change at most; None: there is no need."""
+        reducer, lease, prefetch = self._reducer, loading.lease, loading.prefetch
+        reducer.settle()
+        while True:
+            if lease.closed:
+                raise CacheClosed("the request was closed while it loaded")
+            fetching, copying = self._awaited(lease)
+            probing = prefetch is not None and prefetch.probing and prefetch.waits
+            if loading.seen != (fetching, probing, lease.match):
+                # At the start, and whenever the way into HOST has changed: it may hold more now.
+                loading.seen = (fetching, probing, lease.match)
+                reducer.core.load(lease, self._upto(lease, prefetch))
+                reducer.settle()
+                continue
+            now = self._now()
+            late = now >= loading.patience
+            coming = (bool(fetching) and not _only_explores(prefetch)) or probing
+            if now >= loading.end or not (copying or (coming and not late)):
+                return None
+            return (loading.end if late or not coming else loading.patience) - now
+
+    def finish(self, lease: Lease, prefetch: Prefetch | None) -> LoadDecision | None:
+        """Nobody waits any longer: withdraw what is not there. Returns what was decided, if anything was."""
         reducer, planner = self._reducer, self.planner
         decision = self._decision(lease, prefetch) if planner.decides else None
         if decision is not None:
             planner.count(decision)
-            reducer.core.decline(lease, lease.match.device + decision.planned)
+            reducer.core.decline(lease, self._top(lease) + decision.planned)
         explores = False
         if prefetch is not None:
             prefetch.over = True
@@ -198,7 +270,7 @@ class Loader:
     def _fetch(self, prefetch: Prefetch) -> None:
         """Begin to bring up what storage has of a request's pages, as far as it is worth it."""
         core, lease = self._reducer.core, prefetch.lease
-        host, pages = lease.match.host, lease.match.storage
+        host, pages = self._below(lease), lease.match.storage
         if not pages or not self._worth(pages):
             return
         if not self.planner.decides:
@@ -224,21 +296,31 @@ class Loader:
         if not planner.decides:
             return True
         unknown = prefetch.lease.limit - match.pages
-        could_pay = planner.could_pay(match.host, match.storage, unknown)
-        prefetch.waits = could_pay and planner.probe_pays(match.host, match.storage, unknown)
+        host = self._below(prefetch.lease)
+        could_pay = planner.could_pay(host, match.storage, unknown)
+        prefetch.waits = could_pay and planner.probe_pays(host, match.storage, unknown)
         return could_pay or planner.may_explore(TransferKind.FETCH)
 
     def _decision(self, lease: Lease, prefetch: Prefetch | None) -> LoadDecision | None:
         if prefetch is not None and prefetch.decision is not None:
             return prefetch.decision
-        return self.planner.plan(lease.match.host, 0) if lease.match.host else None
+        host = self._below(lease)
+        return self.planner.plan(host, 0) if host else None
 
     def _upto(self, lease: Lease, prefetch: Prefetch | None) -> int | None:
         """Page index up to which HOST's pages are loaded; None: all that it has, other requests' fetches too."""
         decision = self._decision(lease, prefetch) if self.planner.decides else None
         if decision is None or decision.planned_host == decision.host:
             return None
-        return lease.match.device + decision.planned_host
+        return self._top(lease) + decision.planned_host
+
+    def _below(self, lease: Lease) -> int:
+        """Pages that HOST had and that must be copied up to be used; none where HOST is the top tier."""
+        return lease.match.host if self._copies_up else 0
+
+    def _top(self, lease: Lease) -> int:
+        """Pages that the top tier had."""
+        return lease.match.device + lease.match.host - self._below(lease)
 
     # ---- asking
 

@@ -10,8 +10,9 @@ from hicache.core.prompt import PageIdentity
 from hicache.core.transfers import Transfer
 from hicache.errors import HicacheError
 from hicache.records import PageResult
+from hicache.runtime.tokens import PageTokens
 from hicache.storage.base import ObjectKey, ObjectResult, ObjectStatus, StorageBackend, StoredObject
-from hicache.storage.codec import encode_header
+from hicache.storage.codec import Header, encode_header
 
 _log = logging.getLogger("hicache.runtime")
 
@@ -35,7 +36,7 @@ class PageObjects:
         backend: keeps the contract to the letter (`GuardedBackend`).
         buffer: where HOST slots are.
         plan: the shards of a page that this process holds: all of them, or those of one rank.
-        token_bytes: bytes of a page's tokens at the front of a symbol; what follows is its extras digest.
+        tokens: knows the pages' tokens.
     """
 
     def __init__(
@@ -44,12 +45,12 @@ class PageObjects:
         *,
         buffer: BufferOf,
         plan: ShardPlan,
-        token_bytes: int,
+        tokens: PageTokens,
     ) -> None:
         self._backend = backend
         self._buffer = buffer
         self._plan = plan
-        self._token_bytes = token_bytes
+        self._tokens = tokens
         self._batch = max(1, BATCH_BYTES // plan.page_bytes)
 
     def contains(self, namespace: bytes, generation: int, page_hashes: Sequence[bytes]) -> int:
@@ -70,7 +71,7 @@ class PageObjects:
             answers = self._backend.get_into(keys, buffers)
             for i in range(first, end):
                 at = (i - first) * len(parts)
-                results[i] = self._judge(transfer.pages[i], answers[at : at + len(parts)])
+                results[i] = self._judge(transfer, i, slots[i], answers[at : at + len(parts)])
                 if results[i] is not PageResult.OK:
                     return results
         return results
@@ -128,6 +129,7 @@ class PageObjects:
     def _encode(self, transfer: Transfer, page: PageIdentity, slot: int) -> list[StoredObject]:
         """The objects that this process puts for a page, in the order in which to put them."""
         objects = []
+        tokens, extras = self._tokens.of(page, slot)
         for part in self._plan.writes(page.hash):
             key = _key(transfer, page, part)
             payload = self._buffer(slot, part.offset, part.length)
@@ -135,40 +137,39 @@ class PageObjects:
                 key,
                 parent_hash=page.parent,
                 depth=page.depth,
-                tokens=page.symbol[: self._token_bytes],
-                extras=page.symbol[self._token_bytes :],
+                tokens=tokens,
+                extras=extras,
                 payload=payload,
             )
             objects.append(StoredObject(key, header, payload))
         return objects
 
-    def _judge(self, page: PageIdentity, answers: Sequence[ObjectResult]) -> PageResult:
+    def _judge(self, transfer: Transfer, at: int, slot: int, answers: Sequence[ObjectResult]) -> PageResult:
         """A page is as good as the worst of its shards."""
+        page = transfer.pages[at]
         worst = PageResult.OK
+        headers = []
         for answer in answers:
             if answer.status is ObjectStatus.FAILED:
                 result = PageResult.FAILED
             elif answer.status is ObjectStatus.MISSING and answer.reason in _GONE:
                 result = PageResult.SOURCE_GONE
-            elif answer.status is not ObjectStatus.OK or not self._is(page, answer):
+            elif answer.status is not ObjectStatus.OK or not _is_at(page, answer.header):
                 result = PageResult.SOURCE_BAD
             else:
+                assert answer.header is not None
+                headers.append(answer.header)
                 continue
             if _BADNESS[result] > _BADNESS[worst]:
                 worst = result
+        if worst is PageResult.OK and not self._tokens.agree(transfer.tree, page, slot, headers):
+            return PageResult.SOURCE_BAD
         return worst
 
-    def _is(self, page: PageIdentity, answer: ObjectResult) -> bool:
-        """Whether the object says of itself what was asked for: hashes alone may collide, tokens cannot."""
-        header = answer.header
-        extras = page.symbol[self._token_bytes :]
-        return (
-            header is not None
-            and header.tokens == page.symbol[: self._token_bytes]
-            and header.parent_hash == page.parent
-            and header.depth == page.depth
-            and (header.extras or bytes(len(extras))) == extras
-        )
+
+def _is_at(page: PageIdentity, header: Header | None) -> bool:
+    """Whether an object says that it lies where it was looked for in the chain."""
+    return header is not None and header.parent_hash == page.parent and header.depth == page.depth
 
 
 _GONE = ("", "absent")  # what a backend says of a name that holds nothing at all

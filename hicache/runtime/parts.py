@@ -18,6 +18,7 @@ from hicache.runtime.port import StoragePort
 from hicache.runtime.reducer import Reducer
 from hicache.runtime.scopes import Scopes
 from hicache.runtime.storage_io import StorageIO
+from hicache.runtime.tokens import TokenStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,7 @@ class Parts:
         publisher: hands events out.
         width: bytes of a page's symbol.
         flight: the flight recorder; None without one.
+        tokens: tokens of the pages in HOST, where pages' symbols are hashes; else None.
         warnings: what works with these settings but will cost, in words.
     """
 
@@ -57,5 +59,6 @@ class Parts:
     publisher: Publisher
     width: int
     flight: Flight | None = None
+    tokens: TokenStore | None = None
     canary: Canary | None = None
     warnings: tuple[str, ...] = ()

@@ -17,16 +17,25 @@ class Pools(NamedTuple):
     """The memory of one cache.
 
     Attributes:
-        device: where engines compute.
+        device: where engines compute; None where that is the engine's.
         owns_device: whether it was made here, and is closed with the cache.
         host: the host tier; None without one.
-        copies: moves pages between the two.
+        copies: moves pages between the two; None without a device pool.
+        owns_host: whether the host pool is closed with the cache.
     """
 
-    device: DevicePool
+    device: DevicePool | None
     owns_device: bool
     host: HostPool | None
-    copies: CopyEngine
+    copies: CopyEngine | None
+    owns_host: bool = True
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page."""
+        pool = self.host if self.device is None else self.device
+        assert pool is not None
+        return pool.page_bytes
 
 
 def make_pools(

@@ -12,7 +12,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from hicache.core.cache import Core
 from hicache.core.transfers import Transfer
@@ -39,6 +39,7 @@ class Reducer:
     Attributes:
         lock: around every use of `core`; held for about a millisecond at most.
         changed: notified when transfers have ended or slots came free, if `waiters`.
+        on_change: called then, under the lock, for who waits in another way; must not block, nor call back.
         transfers: what was begun and has not ended, by id: its pages may still wait to become visible.
         dispatch: starts a transfer; set once by the executor.
         closed: why nobody may use the cache any more, or None.
@@ -76,6 +77,7 @@ class Reducer:
         self._inbox: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
         # The core fills these and never replaces them; they are looked at in every verb.
         self._actions, self._finished, self._events = core.actions, core.finished, core.events
+        self.on_change: Callable[[], None] | None = None
         self._wake: Callable[[], None] | None = None
 
     def post(self, call: Callable[..., object], *args: Any) -> None:
@@ -130,6 +132,8 @@ class Reducer:
         """Wake who waits for a change. The lock is held."""
         if self.waiters:
             self.changed.notify_all()
+        if self.on_change is not None:
+            self.on_change()
 
     def wait(self, timeout: float) -> None:
         """Wait for a change, with the lock held before and after; then settle. The caller looks again in a loop.
@@ -169,6 +173,22 @@ class Reducer:
             _log.exception("an internal error; please report it")
             if self._failed is not None:
                 self._failed(error)
+
+
+class Ringer(Protocol):
+    """Whoever applies what was posted while no caller comes by."""
+
+    def ring(self) -> None:
+        """There may be something to do. Any thread, finalisers too."""
+        ...
+
+    def watch(self) -> None:
+        """Storage work has begun. Any thread."""
+        ...
+
+    def stop(self, join: Callable[[threading.Thread], None]) -> bool:
+        """The cache is closed. Returns whether nothing of it goes on."""
+        ...
 
 
 class Pump:

@@ -19,6 +19,7 @@ from typing import Final
 from hicache.clock import Clock
 from hicache.core.hashing import PageHasher
 from hicache.core.identity import Adapter, DerivedNamespace, Namespace, can_cache
+from hicache.core.prompt import Hasher, SymbolsAreHashes
 from hicache.core.tree import HiRadixTree
 from hicache.runtime.port import StoragePort
 from hicache.runtime.reducer import Reducer
@@ -41,7 +42,8 @@ class Scope:
 
     Attributes:
         namespace: its identity.
-        hasher: its page hasher.
+        chain: hashes pages of tokens.
+        hasher: hashes its tree's symbols: `chain`, or symbols that are hashes already.
         tree: its live tree; None until the generation is known. Replaced by `clear`, under the reducer's lock.
         asking: whether storage is being asked for the generation.
         failing: the last question was answered by an error.
@@ -52,11 +54,14 @@ class Scope:
         current_until: until when it counts as known.
     """
 
-    __slots__ = ("ask_at", "asking", "current_until", "failing", "hasher", "keys", "namespace", "slow", "tree")
+    __slots__ = (
+        "ask_at", "asking", "chain", "current_until", "failing", "hasher", "keys", "namespace", "slow", "tree",
+    )  # fmt: skip
 
-    def __init__(self, namespace: DerivedNamespace) -> None:
+    def __init__(self, namespace: DerivedNamespace, *, hashes: bool) -> None:
         self.namespace = namespace
-        self.hasher: PageHasher = namespace.hasher()
+        self.chain: PageHasher = namespace.hasher()
+        self.hasher: Hasher = SymbolsAreHashes(self.chain.size, self.chain) if hashes else self.chain
         self.tree: HiRadixTree | None = None
         self.asking = False
         self.slow = False
@@ -79,6 +84,7 @@ class Scopes:
         clock: time.
         width: bytes of a page's symbol.
         generation_seconds: how long a generation counts as known; None is for ever.
+        hashes: whether pages' symbols are their hashes.
     """
 
     def __init__(
@@ -91,6 +97,7 @@ class Scopes:
         clock: Clock,
         width: int,
         generation_seconds: float | None,
+        hashes: bool = False,
     ) -> None:
         self._base = base
         self._reducer = reducer
@@ -98,6 +105,7 @@ class Scopes:
         self._storage = storage
         self._now = clock.now
         self._width = width
+        self._hashes = hashes
         self._seconds = inf if generation_seconds is None else generation_seconds
         self._lock = threading.Lock()
         self._scopes: dict[tuple[Adapter | None, str | None, str | None], Scope] = {}
@@ -133,6 +141,32 @@ class Scopes:
         if scope.tree is None:
             self._resolve(scope, deadline)
         return scope if scope.tree is not None else None
+
+    def begin(self, adapter: Adapter | None, tenant: str | None, salt: str | None) -> Scope | None:
+        """As `find`, but never waits: its tree is None while the generation is being asked for (`asking`).
+
+        A generation that is to be confirmed is asked for in the background (see `unconfirmed`).
+
+        Raises:
+            NamespaceError: an adapter, tenant or salt that names nothing.
+        """
+        if isinstance(adapter, Adapter) and not can_cache(adapter):
+            return None
+        scope = self._scope(adapter, tenant, salt)
+        if scope.tree is None:
+            self._resolve(scope, None)
+        elif self._now() >= scope.ask_at and self._attached:
+            with self._reducer.lock:
+                scope.asking = scope.asking or self._ask(scope)
+        return scope
+
+    def unconfirmed(self, scope: Scope) -> bool:
+        """Whether a request should wait a moment (`PATIENCE`) for storage to confirm the generation.
+
+        Not where storage is slow: whoever has waited in vain sets `scope.slow`.
+        """
+        late = scope.tree is not None and self._now() >= scope.current_until
+        return late and scope.asking and not scope.slow and self._attached
 
     def known(self, adapter: Adapter | None, tenant: str | None, salt: str | None) -> Scope | None:
         """The scope if a request used it before. Changes nothing.
@@ -198,7 +232,7 @@ class Scopes:
             found = None  # not hashable, so not what it should be: `derive` says so
         if found is not None:
             return found
-        scope = Scope(self._base.derive(adapter=adapter, tenant=tenant, salt=salt))
+        scope = Scope(self._base.derive(adapter=adapter, tenant=tenant, salt=salt), hashes=self._hashes)
         if len(self._by_digest) >= MANY:
             self._make_room()
         with self._lock:

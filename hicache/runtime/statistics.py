@@ -158,7 +158,7 @@ class Ledger:
 def snapshot(parts: Parts, ledger: Ledger, *, open_requests: int) -> CacheStatistics:
     """A snapshot of a cache. The reducer's lock is held, so that the numbers fit together."""
     core = parts.core.statistics()
-    page_bytes = parts.pools.device.page_bytes
+    page_bytes = parts.pools.page_bytes
     queues = parts.storage.statistics() if parts.storage is not None else ()
     reads, writes = queues or (None, None)
     storage = parts.port.statistics() if parts.port is not None and parts.port.backend is not None else None
@@ -180,7 +180,7 @@ def snapshot(parts: Parts, ledger: Ledger, *, open_requests: int) -> CacheStatis
         planning=parts.loader.planner.statistics(),
         internal_errors=parts.reducer.internal_errors,
         core=core,
-        copies=parts.pools.copies.statistics(),
+        copies=CopyStatistics() if parts.pools.copies is None else parts.pools.copies.statistics(),
         storage=storage,
         reads=reads,
         writes=writes,

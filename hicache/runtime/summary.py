@@ -23,7 +23,7 @@ def _lines(statistics: CacheStatistics) -> Iterator[tuple[str, str]]:
     yield "requests", f"{statistics.requests:,} closed ({ended}), {statistics.open_requests:,} open"
     yield "pages", _totals(statistics.pages)
     yield "tokens", _totals(statistics.tokens)
-    yield "device", _tier(statistics.core.device)
+    yield "device", _tier(statistics.core.device) if statistics.core.device.capacity else "none"
     yield "host", _tier(statistics.core.host) if statistics.core.host.capacity else "none"
     yield "storage", "none" if statistics.storage is None else _storage(statistics.storage)
     moved = (

@@ -17,7 +17,7 @@ from hicache.runtime.clearing import clear_memory, clear_storage
 from hicache.runtime.closing import drain
 from hicache.runtime.events import Subscription
 from hicache.runtime.parts import Parts
-from hicache.runtime.reducer import Pump, Reducer
+from hicache.runtime.reducer import Reducer, Ringer
 from hicache.runtime.scopes import Scope
 from hicache.runtime.statistics import CacheStatistics, Ledger, snapshot
 from hicache.storage.base import StorageBackend
@@ -27,12 +27,12 @@ FIRST_USE = 1.0  # seconds for which the first request of a namespace waits for 
 
 
 class Upkeep:
-    """The part of `EmbeddedCache` that is not about requests. Its attributes belong to that class."""
+    """The part of a cache that is not about requests. Its attributes belong to `LeasingCache`."""
 
     parts: Parts
     _core: Core
     _reducer: Reducer
-    _pump: Pump | None
+    _pump: Ringer | None
     _ledger: Ledger
     _leases: dict[Lease, int]
     _now: Callable[[], float]

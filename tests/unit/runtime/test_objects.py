@@ -15,6 +15,7 @@ from hicache.memory.host import MmapHostPool
 from hicache.records import PageResult
 from hicache.runtime import objects
 from hicache.runtime.objects import PageObjects
+from hicache.runtime.tokens import SymbolTokens
 from hicache.storage.base import StorageBackend
 from hicache.storage.memory import MemoryBackend
 from hicache.storage.registry import open_storage
@@ -45,7 +46,7 @@ class _Rank:
     def __init__(self, backend: StorageBackend, plan: ShardPlan, *, pages: int = 8) -> None:
         self.plan = plan
         self.host = MmapHostPool(pages, plan.page_bytes)
-        self.objects = PageObjects(GuardedBackend(backend), buffer=self.host.buffer, plan=plan, token_bytes=4 * P)
+        self.objects = PageObjects(GuardedBackend(backend), buffer=self.host.buffer, plan=plan, tokens=SymbolTokens(4 * P))
 
     def fill(self, whole: Any, geometry: KVGeometry) -> None:
         """Take this rank's part of whole pages."""

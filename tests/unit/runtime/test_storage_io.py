@@ -19,6 +19,7 @@ from hicache.runtime.objects import PageObjects
 from hicache.runtime.options import Options
 from hicache.runtime.port import StoragePort
 from hicache.runtime.queues import Bound
+from hicache.runtime.tokens import SymbolTokens
 from hicache.runtime.storage_io import Probe, StorageIO
 from hicache.storage.base import StorageBackend
 from hicache.storage.memory import MemoryBackend
@@ -44,7 +45,7 @@ class _Setup:
         self.host = MmapHostPool(8, PAGE)
         self.clock = ManualClock()
         port = StoragePort(GuardedBackend(backend), owned=False, now=self.clock.now)
-        objects = PageObjects(port, buffer=self.host.buffer, plan=plan_shards(GEOMETRY, P), token_bytes=4 * P)
+        objects = PageObjects(port, buffer=self.host.buffer, plan=plan_shards(GEOMETRY, P), tokens=SymbolTokens(4 * P))
         settings = Options(**({"read_threads": 1, "write_threads": 1} | options))
         self.io = StorageIO(
             port,
