@@ -17,22 +17,18 @@ import threading
 import time
 from bisect import bisect_right
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 from hicache.core.identity import DerivedNamespace
-from hicache.core.symbols import EXTRAS_SIZE
 from hicache.errors import LimitExceeded
 from hicache.events import Cleared, Event, Removed, Stored
 from hicache.records import Tier
 from hicache.rpc.service import EventBatch
-from hicache.sidecar.residency import EVENT_BYTES, ResidencyTable, Scope, View
+from hicache.sidecar.batches import BATCH_BYTES, BATCH_EVENTS, news, packed, page_tokens, size_of, split
+from hicache.sidecar.residency import ResidencyTable, Scope, View
 
-BATCH_BYTES: Final = 1024 * 1024
-"""About the most bytes of hashes and tokens in one batch."""
-
-BATCH_EVENTS: Final = 256
 SLICE_PAGES: Final = 512
 """Pages that one step takes over, in about half a millisecond."""
 
@@ -151,7 +147,7 @@ class EventLog:
             describe: gives the namespace of a digest; needed for tokens, and for whoever meets more than hashes.
         """
         with self.lock:
-            self._waiting.extend((part, source, describe) for event in events for part in _parts(event))
+            self._waiting.extend((part, source, describe) for event in events for part in split(event, SLICE_PAGES))
             self._settle()
 
     def forget(self, source: Hashable) -> None:
@@ -172,12 +168,12 @@ class EventLog:
                     self._end(scope, fresh)
             elif isinstance(event, Stored):
                 self._store(event, self._scope(source, event, describe), fresh)
-            elif (scope := self._scopes.get((source, event.namespace, event.generation))) is None:
+            elif (known := self._scopes.get((source, event.namespace, event.generation))) is None:
                 pass  # it holds nothing here
             elif isinstance(event, Removed):
-                self._remove(event.tier, event.page_hashes, event.reason, scope, fresh)
+                self._remove(event.tier, event.page_hashes, event.reason, known, fresh)
             else:
-                self._end(scope, fresh)
+                self._end(known, fresh)
             self._unchanged += event is not None and len(fresh) == before
             if self._later is not None:
                 left -= 1 if event is None or isinstance(event, Cleared) else len(event.page_hashes)
@@ -251,11 +247,11 @@ class EventLog:
             del self._kin[scope.chain]
 
     def _store(self, event: Stored, scope: Scope, fresh: list[Event]) -> None:
-        new, tokens = self.table.store(scope, event, _tokens_of(event, scope.token_bytes))
+        new, tokens = self.table.store(scope, event, page_tokens(event, scope.token_bytes))
         if len(scope.twins) > 1:
             hashes, tier = event.page_hashes, event.tier
             new = [at for at in new if not self.table.holds(scope.twins, hashes[at], tier, but=scope)]
-        for stored in _cut(event, new, tokens):
+        for stored in news(event, new, tokens):
             fresh.append(stored)
             for listener in self._listeners:
                 listener.changed(stored, scope)
@@ -296,7 +292,7 @@ class EventLog:
 
     def _number(self, fresh: list[Event]) -> None:
         timestamp = int(self._wall() * 1000)
-        for events, size in _packed(fresh):
+        for events, size in packed(fresh):
             self._ring.append(_Kept(self._next, timestamp, events, size))
             self._next += len(events)
             self._kept_events += len(events)
@@ -387,7 +383,7 @@ class EventLog:
                 yield EventBatch(number, timestamp, tuple(waiting), snapshot=True)
                 waiting, size = [], 0
             waiting.append(found[1])
-            size += _size(found[1])
+            size += size_of(found[1])
         yield EventBatch(number, timestamp, tuple(waiting), snapshot=True, snapshot_end=True)
 
     def _wake(self) -> None:
@@ -415,88 +411,3 @@ class _Watcher:
         """All is seen. Under the log's lock, on the loop's thread."""
         self._woken = False
         self.changed.clear()
-
-
-def _parts(event: Event) -> Iterator[Event]:
-    """An event as several of at most `SLICE_PAGES` pages each, none where it has no pages."""
-    if isinstance(event, Cleared):
-        yield event
-        return
-    hashes = event.page_hashes
-    if 0 < len(hashes) <= SLICE_PAGES:
-        yield event
-        return
-    for first in range(0, len(hashes), SLICE_PAGES):
-        some = hashes[first : first + SLICE_PAGES]
-        if isinstance(event, Removed):
-            yield replace(event, page_hashes=some)
-        else:
-            width = len(event.symbols) // len(hashes)
-            yield replace(
-                event,
-                page_hashes=some,
-                parent_hash=hashes[first - 1] if first else event.parent_hash,
-                first_page=event.first_page + first,
-                symbols=event.symbols[first * width : (first + SLICE_PAGES) * width],
-            )
-
-
-def _cut(event: Stored, new: list[int], tokens: list[bytes]) -> Iterator[Stored]:
-    """The parts of an event that are news: contiguous, with tokens or without, and bounded.
-
-    Args:
-        event: what was told.
-        new: positions of the pages that are news.
-        tokens: those of each page.
-    """
-    hashes = event.page_hashes
-    at = 0
-    while at < len(new):
-        first = new[at]
-        most = max(1, EVENT_BYTES // (len(hashes[first]) + len(tokens[first])))
-        kind = bool(tokens[first])
-        end = at + 1
-        while end < len(new) and end - at < most and new[end] == new[end - 1] + 1 and bool(tokens[new[end]]) is kind:
-            end += 1
-        behind = first + end - at
-        yield Stored(
-            event.namespace,
-            event.generation,
-            event.tier,
-            hashes[first:behind],
-            hashes[first - 1] if first else event.parent_hash,
-            event.first_page + first,
-            b"".join(tokens[first:behind]),
-        )
-        at = end
-
-
-def _tokens_of(event: Stored, token_bytes: int) -> list[bytes]:
-    """The tokens of each page, or nothing where the event has none: trees of hashes have hashes for symbols."""
-    pages, symbols = len(event.page_hashes), event.symbols
-    if not token_bytes or not symbols or symbols == b"".join(event.page_hashes):
-        return []
-    width = len(symbols) // pages
-    if len(symbols) != pages * width or width not in (token_bytes, token_bytes + EXTRAS_SIZE):
-        return []
-    return [symbols[at : at + token_bytes] for at in range(0, len(symbols), width)]
-
-
-def _packed(events: list[Event]) -> Iterator[tuple[tuple[Event, ...], int]]:
-    """Events in batches, with the bytes of each."""
-    waiting: list[Event] = []
-    size = 0
-    for event in events:
-        if waiting and (len(waiting) == BATCH_EVENTS or size >= BATCH_BYTES):
-            yield tuple(waiting), size
-            waiting, size = [], 0
-        waiting.append(event)
-        size += _size(event)
-    if waiting:
-        yield tuple(waiting), size
-
-
-def _size(event: Event) -> int:
-    if isinstance(event, Stored):
-        return sum(map(len, event.page_hashes)) + len(event.symbols)
-    return sum(map(len, event.page_hashes)) if isinstance(event, Removed) else 0
