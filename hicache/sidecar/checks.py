@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 from urllib.parse import quote, urlencode
 
 from hicache.config import Config
@@ -14,7 +13,7 @@ from hicache.storage.registry import load_backend
 from hicache.storage.url import StorageUrl
 from hicache.units import format_size
 
-__all__ = ["addresses", "check", "hosted_options", "storage_url"]
+__all__ = ["addresses", "check", "storage_url"]
 
 _ENDPOINTS = ("tcp://", "ipc:///", "ipc://@")
 _SMALLEST_MESSAGE = 2**20
@@ -60,28 +59,6 @@ def storage_url(config: Config) -> str | None:
         return url or None
     texts = {name: _text(value) for name, value in options.items()}
     return f"{url}{'&' if '?' in url else '?'}{urlencode(texts, quote_via=quote)}"
-
-
-def hosted_options(config: Config) -> dict[str, Any]:
-    """Options of `hicache.runtime.options.Options` for every pool, by name; and `write_policy`, `prefetch_timeout`."""
-    from hicache.runtime.options import PrefetchTimeout
-
-    policies, storage = config.policies, config.storage
-    return {
-        "write_policy": policies.write,
-        "eviction": policies.eviction,
-        "prefetch": policies.prefetch,
-        "prefetch_timeout": PrefetchTimeout(
-            policies.prefetch_base, policies.prefetch_per_1024_tokens, policies.prefetch_cap
-        ),
-        "prefetch_threshold": policies.prefetch_threshold,
-        "prefill_tokens_per_second": policies.prefill_tokens_per_second,
-        "reserve": policies.reserve,
-        "call_timeout": storage.call_timeout,
-        "max_hung": storage.max_hung,
-        "read_threads": storage.read_threads,
-        "write_threads": storage.write_threads,
-    }
 
 
 def _check_listen(config: Config) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hicache.errors import ConfigError
-from hicache.sidecar.checks import addresses, check, hosted_options, storage_url
+from hicache.sidecar.checks import addresses, check, storage_url
 from hicache.sidecar.settings import Settings, load_settings
 
 
@@ -84,16 +84,6 @@ def test_options_of_storage_are_parameters_of_its_url() -> None:
     assert storage_url(both.config) == "file:///x?capacity=1GiB&fsync=true&shared=2&io=a%26b%3Dc%20d"
     assert storage_url(settings(storage__url="memory://").config) == "memory://"
     assert storage_url(settings().config) is None
-
-
-def test_options_of_pools_are_options_of_the_runtime() -> None:
-    """Every name and value is one that the runtime takes."""
-    from hicache.runtime.options import Options, write_policies
-
-    options = hosted_options(settings(policies__write="write_back", policies__prefetch_cap="9").config)
-    _, host_to_storage = write_policies(options.pop("write_policy"))
-    assert host_to_storage.on_eviction
-    assert Options(**options).prefetch_timeout.cap == 9
 
 
 def test_addresses_in_their_order() -> None:
