@@ -178,6 +178,10 @@ class Scopes:
             return None
         return self._by_digest.get(self._base.derive(adapter=adapter, tenant=tenant, salt=salt).digest)
 
+    def of_digest(self, digest: bytes) -> Scope | None:
+        """The scope of a derived namespace's digest if a request used it before. Changes nothing."""
+        return self._by_digest.get(digest)
+
     def resolved(self) -> list[Scope]:
         """All scopes whose generation is known."""
         with self._lock:
