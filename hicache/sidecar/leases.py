@@ -75,8 +75,8 @@ class HeldLease:
         "number",
         "owner",
         "request",
-        "told",
         "tokens",
+        "told",
         "used",
         "visible",
     )
@@ -130,7 +130,7 @@ class LeaseBook:
         *,
         seconds: float,
         most_quarantined: int,
-        freed: Callable[[HeldLease], None] = lambda lease: None,
+        freed: Callable[[HeldLease], None],
     ) -> None:
         self._now = now
         self._seconds = seconds

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from hicache.events import Cleared, Event, Removed, Stored
+from hicache.events import Event, Removed, Stored
 from hicache.records import Tier
 from hicache.sidecar.groups import Group
 
@@ -25,6 +25,7 @@ class DeviceMirror:
 
     def __init__(self) -> None:
         self._groups: dict[Group, dict[bytes, set[bytes]]] = {}
+        self._generations: dict[bytes, int] = {}
         self._holders: dict[tuple[bytes, bytes], int] = {}
         self.refused = 0
 
@@ -47,6 +48,7 @@ class DeviceMirror:
         self,
         group: Group,
         namespace: bytes,
+        generation: int,
         *,
         stored: bytes,
         parent_hash: bytes | None,
@@ -55,6 +57,9 @@ class DeviceMirror:
         cleared: bool,
     ) -> list[Event]:
         """Take a report over. Returns what changed for the pool as a whole, removals first."""
+        if self._generations.setdefault(namespace, generation) != generation:
+            self._cleared(namespace)
+            self._generations[namespace] = generation
         held = self._groups.setdefault(group, {}).setdefault(namespace, set())
         events: list[Event] = []
         gone = list(held) if cleared else [page for page in _split(removed) if page in held]
@@ -83,12 +88,11 @@ class DeviceMirror:
             events += self._remove(namespace, held, list(held), "engine_gone")
         return events
 
-    def clear(self, namespace: bytes, generation: int) -> list[Event]:
-        """The namespace was cleared in every tier."""
+    def _cleared(self, namespace: bytes) -> None:
+        """The namespace was cleared in every tier, of which there was an event."""
         for namespaces in self._groups.values():
             for page in namespaces.pop(namespace, ()):
                 self._holders.pop((namespace, page), None)
-        return [Cleared(namespace, generation)]
 
     def _remove(self, namespace: bytes, held: set[bytes], pages: list[bytes], reason: str) -> list[Event]:
         gone = []
@@ -99,11 +103,10 @@ class DeviceMirror:
             if not self._holders[key]:
                 del self._holders[key]
                 gone.append(page)
-        return [Removed(namespace, 0, Tier.DEVICE, tuple(gone), reason)] if gone else []
+        return [Removed(namespace, self._generations[namespace], Tier.DEVICE, tuple(gone), reason)] if gone else []
 
-    @staticmethod
     def _stored(
-        namespace: bytes, pages: list[bytes], fresh: set[bytes], parent_hash: bytes | None, first_page: int
+        self, namespace: bytes, pages: list[bytes], fresh: set[bytes], parent_hash: bytes | None, first_page: int
     ) -> list[Event]:
         """One event for each run of pages that are new."""
         events: list[Event] = []
@@ -117,7 +120,11 @@ class DeviceMirror:
                 start = depth - len(run)
                 at = start - first_page
                 parent = pages[at - 1] if at else before
-                events.append(Stored(namespace, 0, Tier.DEVICE, tuple(run), parent, start, b"".join(run)))
+                events.append(
+                    Stored(
+                        namespace, self._generations[namespace], Tier.DEVICE, tuple(run), parent, start, b"".join(run)
+                    )
+                )
                 run = []
         return events
 

@@ -68,7 +68,7 @@ class LeaseMachine(RuleBasedStateMachine):
     def begin(self) -> None:
         """An empty book with two groups."""
         self.clock = ManualClock()
-        self.book = LeaseBook(self.clock.now, seconds=50.0, most_quarantined=20)
+        self.book = LeaseBook(self.clock.now, seconds=50.0, most_quarantined=20, freed=lambda _: None)
         self.groups = [Group(name, cast("Any", None)) for name in "ab"]
         self.touchers: dict[int, set[Member]] = {}
         self.held: dict[int, HeldLease] = {}

@@ -1,0 +1,404 @@
+"""The service itself: sessions, groups, leases, pins and pools put together, and what administrators ask of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hicache.config import Config
+from hicache.errors import (
+    InvalidInput,
+    LimitExceeded,
+    NotFound,
+    PermissionDenied,
+    ServiceUnavailable,
+    StorageError,
+)
+from hicache.events import Event
+from hicache.rpc.service import (
+    Caller,
+    Draining,
+    EventBatch,
+    Finding,
+    Ping,
+    Pinned,
+    RequestScope,
+    Target,
+    Welcome,
+)
+from hicache.sidecar.diagnosis import diagnose
+from hicache.sidecar.events import EventLog
+from hicache.sidecar.groups import Group, Member
+from hicache.sidecar.leases import HeldLease, LeaseBook, LeaseStatistics
+from hicache.sidecar.pins import Pins, PinStatistics
+from hicache.sidecar.pools import Pool, PoolTable
+from hicache.sidecar.quotas import Quotas
+from hicache.sidecar.session import SidecarSession
+from hicache.sidecar.wiring import session_limits
+from hicache.storage.base import StorageBackend
+
+if TYPE_CHECKING:
+    from hicache.sidecar.lifeline import Lifeline, LifelineServer
+
+_TICK = 1.0
+"""Seconds between two looks at leases and pins whose time may be over."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceStatistics:
+    """A snapshot of the service beside its pools.
+
+    Attributes:
+        uptime_seconds: since its start.
+        sessions: open now; `sessions_opened`: since the start.
+        groups: groups that have members.
+        leases, pins: see there.
+        degraded: why it is not all that it should be, in words.
+    """
+
+    uptime_seconds: float
+    sessions: int
+    sessions_opened: int
+    groups: int
+    leases: LeaseStatistics
+    pins: PinStatistics
+    degraded: tuple[str, ...]
+
+
+class SidecarService:
+    """Implements `hicache.rpc.service.Service`. Made and used on the loop's thread.
+
+    Args:
+        config: its settings.
+        quotas: what tenants may hold.
+        storage: the store of all pools, or None; closed by whoever opened it.
+        lifelines: where clients' lifelines arrive; None where no Unix socket is listened on.
+
+    Attributes:
+        boot: names this life of the service.
+        limits: bounds of a session.
+        pools: its memory.
+        leases, pins: what is held.
+        events: residency changes of all pools.
+        ready: whether it takes requests.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        quotas: Quotas,
+        storage: StorageBackend | None = None,
+        lifelines: LifelineServer | None = None,
+    ) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.config = config
+        self.boot = secrets.token_bytes(16)
+        self.limits = session_limits(config)
+        self.ready = False
+        self.events = EventLog()
+        self.quotas = quotas
+        self.pools = PoolTable(config, storage, quotas=quotas, publish=self.publish, closed=self._pool_closed)
+        self.leases = LeaseBook(
+            self.loop.time,
+            seconds=config.leases.seconds,
+            most_quarantined=config.leases.quarantined_slots,
+            freed=self._freed,
+        )
+        self.pins = Pins(self.loop.time, most_bytes=int(config.limits.pinned_bytes))
+        self.pools.gives_way = self._gives_way
+        self._lifelines = lifelines
+        self._groups: dict[tuple[Pool, str | None, str], Group] = {}
+        self._sessions: dict[int, SidecarSession] = {}
+        self._opened = 0
+        self._draining = False
+        self._started = self.loop.time()
+        self._timer: asyncio.TimerHandle | None = None
+        self._tick()
+
+    # ---- sessions
+
+    async def open_session(self, caller: Caller, client: str) -> SidecarSession:
+        """A session for a client that has said hello."""
+        self.check_accepting()
+        if len(self._sessions) >= self.config.limits.sessions:
+            raise LimitExceeded(f"{len(self._sessions)} sessions are open, the limit is {self.config.limits.sessions}")
+        lifeline = self._lifeline(caller)
+        self._opened += 1
+        welcome = Welcome(version("hicache"), self.boot, self._opened, self.limits, caller.tenant)
+        session = SidecarSession(self, caller, welcome, client=client, lifeline=lifeline)
+        self._sessions[self._opened] = session
+        return session
+
+    def _lifeline(self, caller: Caller) -> Lifeline | None:
+        if not caller.lifeline_key:
+            return None
+        lifeline = None if self._lifelines is None else self._lifelines.find(caller.lifeline_key)
+        if lifeline is None:
+            raise InvalidInput(
+                "hello: the lifeline's key is not known: connect the lifeline first, and use its key once"
+            )
+        return lifeline
+
+    def check_accepting(self) -> None:
+        """Raises `ServiceUnavailable` unless new work is taken."""
+        if self._draining:
+            raise ServiceUnavailable("the service is draining: it ends soon")
+        if not self.ready:
+            raise ServiceUnavailable("the service is starting: try again")
+
+    def session_ended(self, session: SidecarSession) -> None:
+        """A session is over."""
+        self._sessions.pop(session.welcome.session, None)
+
+    # ---- groups
+
+    def group(self, pool: Pool, name: str, caller: Caller, *, session: int) -> Group:
+        """The group of that name in a pool, made at its first use. A session without one is a group of its own.
+
+        Raises:
+            GeometryError: its ranks have another namespace or topology.
+        """
+        if not name:
+            return self._groups.setdefault((pool, caller.tenant, f"\0{session}-{len(self._groups)}"), Group("", pool))
+        for (other, tenant, known), group in self._groups.items():
+            if known == name and tenant == caller.tenant and other is not pool and not group.empty:
+                pool.disagree(other, name)
+        return self._groups.setdefault((pool, caller.tenant, name), Group(name, pool))
+
+    def member_left(self, group: Group, member: Member) -> None:
+        """A session of the group has ended."""
+        self.leases.left(member)
+        self._tidy(group)
+
+    def member_gone(self, group: Group, member: Member) -> None:
+        """A session's process can touch nothing any more."""
+        if not member.ended:
+            return  # its stream ends too, and says so
+        self.leases.gone(member)
+        self._tidy(group)
+
+    def _tidy(self, group: Group) -> None:
+        group.forget()
+        if not any(not member.ended for member in group.members):
+            self.publish(group.pool, group.pool.mirror.forget(group))
+        if group.empty:
+            for key, known in list(self._groups.items()):
+                if known is group:
+                    del self._groups[key]
+
+    def _freed(self, lease: HeldLease) -> None:
+        lease.group.pool.changes.notify()
+
+    def _gives_way(self, pool: Pool) -> bool:
+        """Whether a pool may be closed to make room for another: nobody is attached and nothing is held."""
+        used = pool.members or self.pins.holds(pool) or any(lease.group.pool is pool for lease in self.leases)
+        return not used
+
+    # ---- time
+
+    def _tick(self) -> None:
+        self.leases.expire()
+        self.pins.expire()
+        self._timer = self.loop.call_later(_TICK, self._tick)
+
+    # ---- what it says of itself
+
+    def publish(self, pool: Pool, events: Iterable[Event]) -> None:
+        """Residency of a pool has changed."""
+        self.events.append(events, source=pool.key, describe=pool.describe_namespace)
+
+    def _pool_closed(self, pool: Pool) -> None:
+        self.pins.leave(pool)
+        self.events.forget(pool.key)
+
+    @property
+    def degraded(self) -> tuple[str, ...]:
+        """Why it is not all that it should be, in words."""
+        return tuple(dict.fromkeys(text for pool in self.pools for text in pool.cache.statistics().degraded))
+
+    def ping(self, caller: Caller) -> Ping:
+        """Whether it answers."""
+        return Ping(
+            version("hicache"),
+            self.boot,
+            self.loop.time() - self._started,
+            self.ready and not self._draining,
+            self.degraded,
+            caller.tenant,
+        )
+
+    def statistics(self) -> ServiceStatistics:
+        """A snapshot, without the pools."""
+        return ServiceStatistics(
+            uptime_seconds=self.loop.time() - self._started,
+            sessions=len(self._sessions),
+            sessions_opened=self._opened,
+            groups=len(self._groups),
+            leases=self.leases.statistics(),
+            pins=self.pins.statistics(),
+            degraded=self.degraded,
+        )
+
+    def statistics_json(self, caller: Caller) -> str:
+        """Everything it counts; of pools only those that the caller may see."""
+        pools = [pool.describe() for pool in self._visible(caller)]
+        document = {"service": _plain(asdict(self.statistics())), "pools": _plain(pools)}
+        return json.dumps(document)
+
+    def _visible(self, caller: Caller) -> Iterator[Pool]:
+        for pool in self.pools:
+            if pool.tenant == caller.tenant or (caller.admin and caller.tenant is None):
+                yield pool
+
+    # ---- administration
+
+    async def clear(self, caller: Caller, target: Target | None) -> tuple[int, tuple[str, ...]]:
+        """Forget pages."""
+        _admin(caller)
+        unconfirmed: list[str] = []
+        cleared = 0
+        for pool, scope in self._targets(caller, target):
+            adapter, salt = scope.adapter, scope.salt
+            cleared += 1
+            try:
+                await asyncio.to_thread(pool.cache.clear, adapter=adapter, tenant=pool.tenant, salt=salt)
+            except StorageError as error:
+                unconfirmed.append(f"{pool.namespace.model}: {error}")
+        return cleared, tuple(unconfirmed)
+
+    def _targets(self, caller: Caller, target: Target | None) -> list[tuple[Pool, RequestScope]]:
+        if target is not None:
+            return [(pool, target.scope) for pool in self._named(caller, target)]
+        return [
+            (pool, RequestScope(adapter, salt))
+            for pool in self._visible(caller)
+            for adapter, salt in pool.cache.scopes_in_use()
+        ]
+
+    def _named(self, caller: Caller, target: Target) -> list[Pool]:
+        """The pools of the model that a target names; several where topologies differ.
+
+        Raises:
+            NotFound: none that the caller may see.
+            InvalidInput: a model's name that several namespaces have.
+        """
+        tenant = caller.tenant if target.tenant is None else target.tenant
+        if tenant != caller.tenant and caller.tenant is not None:
+            raise PermissionDenied(f"{caller.name or 'this caller'} may not name other tenants")
+        digest, model = target.namespace_digest, target.model
+        found = [
+            pool
+            for pool in self.pools
+            if pool.tenant == tenant and (pool.namespace.digest == digest if digest else pool.namespace.model == model)
+        ]
+        if not found:
+            known = ", ".join(sorted({pool.namespace.model for pool in self._visible(caller)})) or "none"
+            raise NotFound(f"no pool of model {model or digest.hex()!r:.80} is here; known models: {known:.300}")
+        if len({pool.namespace.digest for pool in found}) > 1:
+            digests = ", ".join(sorted({pool.namespace.digest.hex() for pool in found}))
+            raise InvalidInput(f"model {model!r:.80} is served under several namespaces; name one by digest: {digests}")
+        return found
+
+    async def pin(
+        self, caller: Caller, target: Target, tokens: bytes, *, hard: bool, ttl_seconds: float, name: str
+    ) -> Pinned:
+        """Keep a prefix in HOST."""
+        _admin(caller)
+        self.check_accepting()
+        pool = self._named(caller, target)[0]
+        seconds = self.config.policies.prefetch_cap
+        request = await pool.bring_up(target.scope, _token_ids(tokens), until=self.loop.time() + seconds)
+        if request is None:
+            raise StorageError(
+                "pin: the namespace's generation is not known yet, as storage does not answer: try again"
+            )
+        return self.pins.hold(pool, pool.tenant, request, hard=hard, ttl_seconds=ttl_seconds, name=name)
+
+    def unpin(self, caller: Caller, name: str) -> int:
+        """End a pin, or all of the caller's tenant."""
+        _admin(caller)
+        return self.pins.release(caller.tenant, name)
+
+    def pins_of(self, caller: Caller) -> tuple[Pinned, ...]:
+        """Pins that the caller may see."""
+        return self.pins.records(caller.tenant, all_tenants=caller.admin and caller.tenant is None)
+
+    async def warm(
+        self, caller: Caller, target: Target, prompts: Sequence[bytes], *, deadline_seconds: float
+    ) -> AsyncIterator[tuple[int, int, int]]:
+        """Bring prompts into HOST."""
+        if not caller.write:
+            raise PermissionDenied(f"{caller.name or 'this caller'} has no right to write")
+        self.check_accepting()
+        pool = self._named(caller, target)[0]
+        until = self.loop.time() + (deadline_seconds or self.config.policies.prefetch_cap * max(len(prompts), 1))
+        host = missed = 0
+        for done, prompt in enumerate(prompts, 1):
+            request = await pool.bring_up(target.scope, _token_ids(prompt), until=until)
+            if request is not None:
+                host += len(request.usable)
+                missed += request.pages - len(request.usable)
+                request.close(aborted=False)
+            yield done, host, missed
+
+    async def diagnose(self, caller: Caller) -> tuple[Finding, ...]:
+        """Look at limits and rights, and send a page through every tier and back."""
+        _admin(caller)
+        return await diagnose(self)
+
+    def watch_events(self, caller: Caller, from_sequence: int) -> AsyncIterator[EventBatch]:
+        """Residency events from a number on."""
+        if caller.tenant is not None:
+            raise PermissionDenied("events tell of all tenants: only a caller without one may watch them")
+        return self.events.watch(from_sequence)
+
+    # ---- the end
+
+    async def drain(self, seconds: float) -> dict[str, int]:
+        """Take no new work, let clients finish and storage take what waits, at most for so long.
+
+        Returns:
+            What was dropped, by name; empty when nothing was.
+        """
+        self._draining = True
+        end = self.loop.time() + seconds
+        for session in self._sessions.values():
+            session.tell(Draining(seconds))
+        while len(self.leases) and self.loop.time() < end:
+            await asyncio.sleep(min(0.01, max(0.0, end - self.loop.time())))
+        dropped = {"leases": len(self.leases)}
+        dropped["pages_not_stored"] = await self.pools.close(end)
+        if self._timer is not None:
+            self._timer.cancel()
+        self.events.close()
+        return {what: count for what, count in dropped.items() if count}
+
+
+def _admin(caller: Caller) -> None:
+    if not caller.admin:
+        raise PermissionDenied(f"{caller.name or 'this caller'} has no right to administer")
+
+
+def _token_ids(tokens: bytes) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
+    if len(tokens) % 4:
+        raise InvalidInput(f"tokens have {len(tokens)} bytes, not a multiple of 4")
+    return np.frombuffer(tokens, "<u4")
+
+
+def _plain(value: Any) -> Any:
+    """Records as JSON: keys are text, bytes are hex."""
+    if isinstance(value, dict):
+        return {getattr(key, "name", str(key)).lower(): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, bytes):
+        return value.hex()
+    return value

@@ -1,0 +1,45 @@
+"""What settings are for the parts that they are about."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hicache.config import Config
+from hicache.rpc.service import Limits
+from hicache.runtime.options import PrefetchTimeout
+
+__all__ = ["hosted_options", "session_limits"]
+
+
+def session_limits(config: Config) -> Limits:
+    """Bounds of one session."""
+    limits, leases = config.limits, config.leases
+    return Limits(
+        message_bytes=int(limits.message_bytes),
+        pages=limits.pages,
+        leases=limits.leases,
+        requests=limits.requests,
+        quarantined_slots=leases.quarantined_slots,
+        lease_seconds=leases.seconds,
+        chunk_bytes=int(limits.chunk_bytes),
+    )
+
+
+def hosted_options(config: Config) -> dict[str, Any]:
+    """What `open_hosted` is given for every pool, by name."""
+    policies, storage = config.policies, config.storage
+    return {
+        "write_policy": policies.write,
+        "eviction": policies.eviction,
+        "prefetch": policies.prefetch,
+        "prefetch_timeout": PrefetchTimeout(
+            policies.prefetch_base, policies.prefetch_per_1024_tokens, policies.prefetch_cap
+        ),
+        "prefetch_threshold": policies.prefetch_threshold,
+        "prefill_tokens_per_second": policies.prefill_tokens_per_second,
+        "reserve": policies.reserve,
+        "call_timeout": storage.call_timeout,
+        "max_hung": storage.max_hung,
+        "read_threads": storage.read_threads,
+        "write_threads": storage.write_threads,
+    }
