@@ -16,14 +16,21 @@ import numpy as np
 
 from hicache.core.cache import Core
 from hicache.core.config import CoreConfig
-from hicache.core.prompt import Prompt
 from hicache.core.residency import PRIVATE, RESIDENT, Slots
 from hicache.core.transfers import Lease, Transfer, TransferKind
 from hicache.core.tree import HiRadixTree
 from hicache.errors import OutOfSlots
 from hicache.records import PageResult, Tier
-from hicache.testing.choices import Choices, CountingHasher, tag
-from hicache.testing.coremodel import ModelEngine, RunningTransfer, check_orphans, some_fail, written_tags
+from hicache.testing.choices import Choices, tag
+from hicache.testing.coremodel import (
+    ModelEngine,
+    Prompts,
+    RunningTransfer,
+    WatchedWords,
+    check_orphans,
+    some_fail,
+    written_tags,
+)
 from hicache.testing.told import ToldResidency
 
 T = TypeVar("T")
@@ -47,14 +54,14 @@ class CoreDriver:
         namespaces: int = 2,
         alphabet: int = 2,
         core: Core | None = None,
+        hashes: bool = False,
     ) -> None:
-        self.core = Core(config) if core is None else core
+        self._words = WatchedWords(config.host_pages)
+        self.core = Core(config, self._words.words) if core is None else core
         self.steps = 0
         self.seen: dict[str, int] = {}
         self._choices = choices
-        self._alphabet = alphabet
-        self._hashers = [CountingHasher() for _ in range(namespaces)]
-        self._prompts: list[Prompt] = []
+        self._prompts = Prompts(choices, self.core, namespaces=namespaces, alphabet=alphabet, hashes=hashes)
         self._engines: list[ModelEngine] = []
         self._running: dict[int, RunningTransfer] = {}
         self._writers: dict[int, tuple[Transfer, int]] = {}
@@ -74,22 +81,6 @@ class CoreDriver:
 
     def _pick(self, items: Sequence[T]) -> T:
         return items[self._choices.integer(0, len(items) - 1)]
-
-    def _tree(self, which: int) -> HiRadixTree:
-        namespace = bytes([which]) * 16
-        return self.core.tree(namespace, width=2, hasher=self._hashers[which])
-
-    def _prompt(self) -> tuple[HiRadixTree, Prompt]:
-        if self._prompts and not self._one_in(3):
-            prompt = self._pick(self._prompts)
-        else:
-            which = self._choices.integer(0, len(self._hashers) - 1)
-            pages = self._choices.integer(0, 10)  # few symbols, many zeros: prompts part anywhere
-            symbols = [self._choices.integer(0, self._alphabet - 1) if self._one_in(2) else 0 for _ in range(pages)]
-            prompt = Prompt(b"".join(s.to_bytes(2, "little") for s in symbols), 2, self._hashers[which])
-            self._prompts = [*self._prompts, prompt][-12:]
-        which = next(i for i, hasher in enumerate(self._hashers) if hasher is prompt.hasher)
-        return self._tree(which), prompt
 
     def _note(self, what: str) -> None:
         self.seen[what] = self.seen.get(what, 0) + 1
@@ -133,6 +124,7 @@ class CoreDriver:
     def check(self) -> None:
         """Everything that must hold now."""
         self.core.check()
+        self._words.check(self.core.registry.tables[_HOST])
         for engine in self._engines:
             for tier, slots, tags in engine.reads:
                 assert self._tags[tier][slots].tolist() == tags, "bytes of a lease changed under it"
@@ -190,7 +182,7 @@ class CoreDriver:
     # ---- the engine
 
     def _request(self) -> None:
-        tree, prompt = self._prompt()
+        tree, prompt = self._prompts.draw()
         limit = self._choices.integer(0, prompt.pages) if self._one_in(4) else None
         before = self.core.match(tree, prompt, limit)
         assert self.core.registry.stores or not before.storage, "a match in a storage that is not there"
@@ -260,8 +252,7 @@ class CoreDriver:
         if engine is None or engine.lease.prompt.pages >= 14:
             return
         lease = engine.lease
-        more = self._choices.integer(0, self._alphabet - 1).to_bytes(2, "little")
-        self.core.extend(lease, Prompt(lease.prompt.symbols + more, 2, lease.prompt.hasher))
+        self.core.extend(lease, self._prompts.longer(lease.prompt))
 
     def _close(self) -> None:
         engine = self._open()
@@ -319,7 +310,7 @@ class CoreDriver:
             self.core.withdraw_interest(self._pick(waiting).lease)
 
     def _match(self) -> None:
-        tree, prompt = self._prompt()
+        tree, prompt = self._prompts.draw()
         for tier in (_DEVICE, _HOST):
             told = set(self._told.pages(tree.namespace, Tier(tier)))
             pages = 0
@@ -351,7 +342,7 @@ class CoreDriver:
     def _clear(self) -> None:
         if not self._one_in(4):
             return
-        tree = self._tree(self._choices.integer(0, len(self._hashers) - 1))
+        tree = self._prompts.any_tree()
         generation = tree.generation + self._choices.integer(1, 3) if self._one_in(2) else None
         assert self.core.clear(tree, generation).generation == (generation or tree.generation + 1)
         self._note("clear")

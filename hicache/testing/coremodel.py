@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from hicache.core.cache import Core
-from hicache.core.residency import Slots
+from hicache.core.prompt import Hasher, Prompt, SymbolsAreHashes
+from hicache.core.residency import FREE, Slots, SlotTable
 from hicache.core.transfers import Lease, Transfer
+from hicache.core.tree import HiRadixTree
 from hicache.records import PageResult, Tier
-from hicache.testing.choices import Choices, tag
+from hicache.testing.choices import Choices, CountingHasher, tag
 
 
 @dataclass(eq=False)
@@ -29,6 +33,101 @@ class RunningTransfer:
     transfer: Transfer
     begun: bool = False
     got: list[bool] = field(default_factory=list)
+
+
+class Alphabet:
+    """One namespace's prompts: rows of 2-byte symbols, which the core sees as they are or as their hashes.
+
+    Args:
+        hashes: whether it sees hashes.
+
+    Attributes:
+        width: bytes of what the core sees of a page.
+        hasher: hashes that.
+    """
+
+    def __init__(self, *, hashes: bool) -> None:
+        self._pages = CountingHasher()
+        self._hashes = hashes
+        self.width = self._pages.size if hashes else self._pages.width
+        self.hasher: Hasher = SymbolsAreHashes(self._pages.size, self._pages) if hashes else self._pages
+
+    def prompt(self, symbols: bytes, past: Prompt | None = None) -> Prompt:
+        """The prompt of these symbols, behind another."""
+        before = b"" if past is None else past.symbols
+        if self._hashes:
+            symbols = self._pages.extend(before[-self.width :] or None, symbols, len(symbols) // self._pages.width)
+        return Prompt(before + symbols, self.width, self.hasher)
+
+
+class Prompts:
+    """Prompts of several namespaces: few different pages, so that they share much and part anywhere.
+
+    Args:
+        choices: where decisions come from.
+        core: whose trees they are looked up in.
+        namespaces: how many.
+        alphabet: different pages.
+        hashes: whether the core sees hashes.
+    """
+
+    def __init__(self, choices: Choices, core: Core, *, namespaces: int, alphabet: int, hashes: bool) -> None:
+        self._choices = choices
+        self._core = core
+        self._most = alphabet - 1
+        self._alphabets = [Alphabet(hashes=hashes) for _ in range(namespaces)]
+        self._last: list[Prompt] = []
+
+    def draw(self) -> tuple[HiRadixTree, Prompt]:
+        """A prompt, often one of the last, and its namespace's tree."""
+        choose = self._choices.integer
+        if self._last and choose(1, 3) != 1:
+            prompt = self._last[choose(0, len(self._last) - 1)]
+        else:
+            alphabet = self._alphabets[choose(0, len(self._alphabets) - 1)]
+            symbols = [choose(0, self._most) if choose(1, 2) == 1 else 0 for _ in range(choose(0, 10))]
+            prompt = alphabet.prompt(b"".join(symbol.to_bytes(2, "little") for symbol in symbols))
+            self._last = [*self._last, prompt][-12:]
+        return self._tree(self._which(prompt)), prompt
+
+    def longer(self, prompt: Prompt) -> Prompt:
+        """The prompt and one page more."""
+        more = self._choices.integer(0, self._most).to_bytes(2, "little")
+        return self._alphabets[self._which(prompt)].prompt(more, prompt)
+
+    def any_tree(self) -> HiRadixTree:
+        """The tree of any namespace."""
+        return self._tree(self._choices.integer(0, len(self._alphabets) - 1))
+
+    def _which(self, prompt: Prompt) -> int:
+        return next(i for i, alphabet in enumerate(self._alphabets) if alphabet.hasher is prompt.hasher)
+
+    def _tree(self, which: int) -> HiRadixTree:
+        alphabet = self._alphabets[which]
+        return self._core.tree(bytes([which]) * 16, width=alphabet.width, hasher=alphabet.hasher)
+
+
+class WatchedWords:
+    """Generation words of HOST slots, and whether they do what they promise to readers.
+
+    Attributes:
+        words: for the core.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self.words = np.zeros(slots, np.uint64)
+        self._before = self.words.copy()
+        self._free = np.ones(slots, np.bool_)
+
+    def check(self, table: SlotTable) -> None:
+        """Slots that were free at the last check and are not now have another word, and no word ever goes back."""
+        if table.words is None:
+            return
+        free = table.state == FREE
+        risen = self.words > self._before
+        assert risen[self._free & ~free].all(), "a slot was given away under the word that it had before"
+        assert (self.words >= self._before).all(), "a word went back"
+        self._before, self._free = self.words.copy(), free
 
 
 NOBODY = 1 << 40

@@ -33,6 +33,24 @@ CONFIGS = st.builds(
 )
 
 
+HOSTED = st.builds(
+    CoreConfig,
+    device_pages=st.just(0),
+    host_pages=st.sampled_from([8, 14, 28]),
+    storage=st.sampled_from([True, True, False]),
+    eviction=st.sampled_from(["lru", "lfu", "slru", "priority"]),
+    host_to_storage=POLICIES,
+    fetch_pages=st.sampled_from([2, 3, 32]),
+    reserve=st.just(0.3),
+    touch_seconds=st.sampled_from([None, 1, 3]),
+    stub_pages=st.sampled_from([0, 5, 1000]),
+    ghost_pages=st.sampled_from([0, 20]),
+    span_bytes=st.sampled_from([8, 24, 40, 1000]),
+    events=st.booleans(),
+)
+"""HOST is the top tier; pages are named by hashes of 8 bytes."""
+
+
 class DrawnChoices:
     """Decisions drawn by hypothesis, so that a failing history shrinks."""
 
@@ -64,6 +82,38 @@ def test_random_histories_that_shrink(config, data):
 @given(config=CONFIGS, seed=st.integers(0, 2**32))
 def test_long_random_histories(part, config, seed):
     run(CoreDriver(SeededChoices(seed * 4 + part), config), 300)
+
+
+@pytest.mark.slow
+@pytest.mark.case("LEAK-3", "RACE-1", "RACE-3", "RACE-4", "RACE-7", "FAIL-2", "EVICT-3", "STAT-3", "STAT-4")
+@pytest.mark.parametrize("part", range(2))
+@settings(max_examples=40)
+@given(config=HOSTED, seed=st.integers(0, 2**32))
+def test_long_random_histories_where_host_is_the_top_tier(part, config, seed):
+    """24,000 steps in the profile of the checks: the engines own DEVICE, and all verbs work on HOST."""
+    run(CoreDriver(SeededChoices(seed * 2 + part), config, hashes=True), 300)
+
+
+@pytest.mark.slow
+@given(config=HOSTED, data=st.data())
+def test_random_histories_where_host_is_the_top_tier_that_shrink(config, data):
+    run(CoreDriver(DrawnChoices(data), config, hashes=True), 40)
+
+
+def test_the_driver_reaches_everything_where_host_is_the_top_tier():
+    config = CoreConfig(
+        device_pages=0, host_pages=14, storage=True, reserve=0.3, fetch_pages=2, touch_seconds=1, events=True
+    )
+    seen: set[str] = set()
+    for seed in range(8):
+        driver = CoreDriver(SeededChoices(seed), config, hashes=True)
+        run(driver, 300)
+        seen |= set(driver.seen)
+    assert seen >= {
+        "FETCH", "PUT", "TOUCH", "dropped", "writer", "cancelled", "clear", "handed over", "interest withdrawn",
+        "out of slots", "stored page lost", "detached", "attached",
+    }  # fmt: skip
+    assert seen.isdisjoint({"LOAD", "WRITE_BACK"})
 
 
 def test_the_driver_reaches_everything():

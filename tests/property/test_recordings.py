@@ -23,7 +23,7 @@ from hicache.testing.coredriver import CoreDriver
 POLICIES = st.sampled_from([EdgePolicy(1), EdgePolicy(2), EdgePolicy(None, on_eviction=True)])
 CONFIGS = st.builds(
     CoreConfig,
-    device_pages=st.sampled_from([8, 20]),
+    device_pages=st.sampled_from([8, 20, 0]),
     host_pages=st.sampled_from([8, 20]),
     storage=st.booleans(),
     eviction=st.sampled_from(["lru", "lfu", "slru", "priority"]),
