@@ -1,0 +1,100 @@
+"""The service's host memory, as this process has mapped it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hicache.core.arenas import Run
+from hicache.core.residency import Slots
+from hicache.errors import ConfigError
+from hicache.memory.arena import MappedArena, MappedWords
+from hicache.memory.base import Bytes
+from hicache.memory.rankpages import RankMemory, RankPages
+from hicache.rpc.client.lifeline import Lifeline
+from hicache.rpc.service import Attached
+
+__all__ = ["SharedPages"]
+
+
+class SharedPages:
+    """A pool's arenas, as far as this rank has part in them, and its generation words. Any thread may use it.
+
+    It stays mapped after its service has ended, since copies may be under way, until `close`.
+
+    Args:
+        lifeline: gives the descriptors.
+        attached: what the service says of the memory.
+
+    Attributes:
+        slots: number of slots.
+        page_bytes: bytes of this rank's part of a page.
+
+    Raises:
+        ConfigError: what was handed out is not the memory that was announced.
+    """
+
+    def __init__(self, lifeline: Lifeline, attached: Attached) -> None:
+        self.slots = attached.slots
+        self.page_bytes = attached.rank_page_bytes
+        with ExitStack() as stack:
+            memories = []
+            for view in attached.arenas:
+                fd, size = lifeline.fetch(view.id)
+                if size != view.size:
+                    raise ConfigError(f"arena {view.id} was announced with {view.size} bytes and has {size}")
+                arena = MappedArena(fd, self.slots, view.stride, size=size, writable=view.writes)
+                stack.callback(arena.close)
+                runs = tuple(Run(run.page_offset, run.slot_offset, run.length) for run in view.runs)
+                memories.append(RankMemory(arena.rows, runs, view.writes))
+            fd, _ = lifeline.fetch(attached.words_id)
+            self._words = MappedWords(fd, self.slots)
+            stack.callback(self._words.close)
+            self._pages = RankPages(self.page_bytes, memories)
+            stack.callback(self._pages.close)
+            self._held = stack.pop_all()
+
+    @property
+    def writes(self) -> bool:
+        """Whether this rank writes any part of its pages."""
+        return self._pages.writes
+
+    def page(self, slot: int) -> Bytes:
+        """One page, not a copy; see `RankPages.page`."""
+        return self._pages.page(slot)
+
+    def read_page(self, slot: int) -> Bytes:
+        """A copy of one page; see `RankPages.read_page`."""
+        return self._pages.read_page(slot)
+
+    def write_page(self, slot: int, data: Any) -> None:
+        """Write one page; see `RankPages.write_page`."""
+        self._pages.write_page(slot, data)
+
+    def gather(self, slots: Slots, out: Sequence[Bytes] | Bytes) -> None:
+        """Copy pages out, into rows of an array, or into one buffer a page. Releases the GIL while bytes move."""
+        if isinstance(out, np.ndarray):
+            self._pages.gather(slots, out)
+        else:
+            for at, row in enumerate(out):
+                self._pages.gather(slots[at : at + 1], row.reshape(1, -1))
+
+    def scatter(self, slots: Slots, pages: Sequence[Bytes] | Bytes) -> None:
+        """Copy pages in; parts that another rank writes are left out. As `gather` otherwise."""
+        if isinstance(pages, np.ndarray):
+            self._pages.scatter(slots, pages)
+        else:
+            for at, row in enumerate(pages):
+                self._pages.scatter(slots[at : at + 1], row.reshape(1, -1))
+
+    def unchanged(self, slots: Slots, words: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+        """Which slots have still the words that were noted. To be asked behind the copy."""
+        return self._words.unchanged(slots, words)
+
+    def close(self) -> None:
+        """Let go of the memory; while somebody still holds a view, it stays mapped. Idempotent."""
+        self._held.close()
