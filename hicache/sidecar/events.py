@@ -47,7 +47,11 @@ def first_number(seconds: float) -> int:
 
 
 class Listener(Protocol):
-    """Is told of changes at once, under the log's lock: it must not wait, nor call the log but as said."""
+    """Is told of changes at once, under the log's lock: it must not wait, nor call the log but for what needs it."""
+
+    def reset(self, view: View) -> None:
+        """It begins to listen, and this is what there is."""
+        ...
 
     def changed(self, event: Stored | Removed, scope: Scope) -> None:
         """Pages came or went. The table has it already; it may be asked."""
@@ -188,11 +192,11 @@ class EventLog:
             self._scheduled = False
             self._settle()
 
-    def listen(self, listener: Listener) -> View:
-        """Tell a listener of all that follows what this returns."""
+    def listen(self, listener: Listener) -> None:
+        """Tell a listener what there is, and all that follows."""
         with self.lock:
             self._listeners.append(listener)
-            return self.view()
+            listener.reset(self.view())
 
     def leave(self, listener: Listener) -> None:
         """Tell it no more."""

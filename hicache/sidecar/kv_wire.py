@@ -1,7 +1,7 @@
 """KV events as routers read them: the MessagePack payloads that vLLM and SGLang publish, both ways.
 
-A batch is `[timestamp, [events], dp_rank]`. Events are maps with `type` (the default), or arrays with the type first for
-consumers from before that. A block of theirs is a page of ours. What has no place in an array is left out of it.
+A batch is `[timestamp, [events], dp_rank]`. Events are maps with `type` (the default), or arrays with the type first
+for consumers from before that. A block of theirs is a page of ours. What has no place in an array is left out of it.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def decode_batch(payload: bytes) -> BlockBatch:
     """
     try:
         outer = msgspec.msgpack.decode(payload)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError) as error:
         raise InvalidInput(f"a batch of KV events is no MessagePack: {error}") from None
     if isinstance(outer, dict):
         outer = [outer.get("ts"), outer.get("events"), outer.get("data_parallel_rank", outer.get("dp_rank"))]
@@ -245,7 +245,8 @@ class WireFormat:
             "model_name": derived.base.model,
         }
         if self._salts:
-            fields |= {"cache_salt": derived.salt, "tenant_id": derived.tenant}
+            secret = {"cache_salt": derived.salt, "tenant_id": derived.tenant}
+            fields |= {name: value for name, value in secret.items() if value is not None}
         return fields
 
     def removed(self, tier: Tier, page_hashes: Sequence[bytes]) -> Fields | None:
@@ -275,10 +276,7 @@ def short_hash(page_hash: bytes) -> int:
 
 
 def _array(fields: Fields) -> list[Any]:
-    """The fields in their places, up to the last that says something, and up to the medium at least."""
-    names = _ORDER[fields["type"]]
-    values = [fields.get(name) for name in names]
-    least = names.index("medium") + 1 if "medium" in names else 0
-    while len(values) > least and values[-1] is None:
-        values.pop()
-    return [fields["type"], *values]
+    """The fields in their places, as far as consumers of arrays know them: up to the adapter's name, or the medium."""
+    kind = fields["type"]
+    known = _ORDER[kind][: 7 if fields.get("lora_name") is not None else 6] if kind == _STORED else _ORDER[kind][:2]
+    return [kind, *(fields.get(name) for name in known)]
