@@ -306,7 +306,7 @@ class PoolTable:
         return await asyncio.shield(making)
 
     async def _make(self, key: Key, plan: ArenaPlan, attachment: Attachment) -> Pool:
-        slots = await self._slots(plan, attachment)
+        slots = await self._slots(plan, attachment, key[3])
         what = f"model {attachment.namespace.model!r:.60}" + (f" of tenant {key[3]!r:.60}" if key[3] else "")
         size = slots * plan.slot_bytes
         changes = Changes(self._loop)
@@ -326,7 +326,7 @@ class PoolTable:
         self._start(pool)
         return pool
 
-    async def _slots(self, plan: ArenaPlan, attachment: Attachment) -> int:
+    async def _slots(self, plan: ArenaPlan, attachment: Attachment, tenant: str | None) -> int:
         """Slots of a new pool. Idle pools give way, the longest idle first, where too little is left."""
         wanted = attachment.pool_bytes or int(self._config.host.pool_bytes)
         while self.budget.free < max(wanted, plan.slot_bytes):
@@ -335,6 +335,8 @@ class PoolTable:
                 break
             await self._close(idle, self._config.drain.seconds)
         size = wanted or self.budget.free
+        if not wanted and (left := self._quotas.left(tenant, Tier.HOST)) is not None:
+            size = min(size, left)
         slots = min(size // plan.slot_bytes, MOST_SLOTS)
         if slots < 1:
             raise ConfigError(
@@ -411,9 +413,7 @@ class _Driver:
     def _run(self) -> None:
         self._woken = False  # before the work: what is posted during it wakes again
         cache = self._cache
-        if cache.closed:
-            return
-        cache.settle()
+        cache.settle()  # also while it is being closed in a thread, which waits for what is applied here
         if cache.upkeep():
             self.wake()
         if self._timer is not None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import AsyncIterator, Container, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +41,7 @@ from hicache.sidecar.pins import Pins, PinStatistics
 from hicache.sidecar.pools import Pool, PoolTable
 from hicache.sidecar.quotas import Quotas
 from hicache.sidecar.session import SidecarSession
+from hicache.sidecar.waiting import Changes
 from hicache.sidecar.wiring import session_limits
 from hicache.storage.base import StorageBackend
 
@@ -115,6 +116,7 @@ class SidecarService:
         self.pins = Pins(self.loop.time, most_bytes=int(config.limits.pinned_bytes))
         self.pools.gives_way = self._gives_way
         self._lifelines = lifelines
+        self._changes = Changes(self.loop)
         self._groups: dict[tuple[Pool, str | None, str], Group] = {}
         self._sessions: dict[int, SidecarSession] = {}
         self._opened = 0
@@ -153,6 +155,17 @@ class SidecarService:
             raise ServiceUnavailable("the service is draining: it ends soon")
         if not self.ready:
             raise ServiceUnavailable("the service is starting: try again")
+
+    @property
+    def sessions(self) -> tuple[SidecarSession, ...]:
+        """Sessions that are open."""
+        return tuple(self._sessions.values())
+
+    def withdraw(self, callers: Container[str]) -> None:
+        """Take all rights from sessions of callers by these names: their tokens are not valid any more."""
+        for session in self.sessions:
+            if session.caller.name in callers:
+                session.caller = replace(session.caller, read=False, write=False, admin=False)
 
     def session_ended(self, session: SidecarSession) -> None:
         """A session is over."""
@@ -196,6 +209,7 @@ class SidecarService:
 
     def _freed(self, lease: HeldLease) -> None:
         lease.group.pool.changes.notify()
+        self._changes.notify()
 
     def _gives_way(self, pool: Pool) -> bool:
         """Whether a pool may be closed to make room for another: nobody is attached and nothing is held."""
@@ -373,7 +387,7 @@ class SidecarService:
         for session in self._sessions.values():
             session.tell(Draining(seconds))
         while len(self.leases) and self.loop.time() < end:
-            await asyncio.sleep(min(0.01, max(0.0, end - self.loop.time())))
+            await self._changes.wait(end)
         dropped = {"leases": len(self.leases)}
         dropped["pages_not_stored"] = await self.pools.close(end)
         if self._timer is not None:

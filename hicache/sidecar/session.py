@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hicache.core.reasons import RequestCounts
-from hicache.errors import InvalidInput, LimitExceeded, NotFound, OutOfSlots, PermissionDenied
+from hicache.errors import InvalidInput, LimitExceeded, NamespaceError, NotFound, OutOfSlots, PermissionDenied
 from hicache.rpc.service import (
     ArenaView,
     Attached,
@@ -89,7 +89,7 @@ class SidecarSession:
         if attachment.number in self._places or attachment.number in self._attaching:
             raise InvalidInput(f"attach: attachment {attachment.number} exists already: choose another number")
         if attachment.namespace.hash != "sha256":
-            raise InvalidInput(
+            raise NamespaceError(
                 f"attach: the namespace hashes pages by {attachment.namespace.hash}: a service sees hashes only, so "
                 'use hash="sha256"'
             )
