@@ -151,7 +151,7 @@ class Connection:
 
     async def write(self, stream: Any) -> None:
         """Send what there is, for as long as the connection lives."""
-        while True:
+        while not self.ending.done():
             await self._woken.wait()
             self._woken.clear()
             while (message := self.protocol.take()) is not None:
@@ -176,6 +176,7 @@ class Connection:
             self._timer.cancel()
         if not self.ending.done():
             self.ending.set_result(reason)
+        self._woken.set()  # ends the writer
 
 
 class Dialer:
@@ -245,7 +246,7 @@ class Dialer:
         tasks = [
             asyncio.create_task(self._serve(connection, stream, part)) for part in (connection.read, connection.write)
         ]
-        stack.push_async_callback(_cancel, tasks)
+        stack.push_async_callback(_hang_up, connection, stream, tasks)
         try:
             await self._introduce(connection)
         except Away as error:  # the stream has ended, and its status says why
@@ -329,7 +330,7 @@ class Dialer:
         reason = f"the service at {self.address} has ended the session"
         try:
             await part(stream)
-        except (aio.AioRpcError, asyncio.InvalidStateError) as error:
+        except (aio.AioRpcError, aio.UsageError, asyncio.InvalidStateError) as error:
             reason = f"the connection to {self.address} is lost"
             _log.debug("%s: %r", reason, error)
         except Exception:
@@ -375,7 +376,11 @@ async def _in_thread(make: Callable[[], T], undo: Callable[[T], None]) -> T:
         raise
 
 
-async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
+async def _hang_up(connection: Connection, stream: Any, tasks: list[asyncio.Task[None]]) -> None:
+    """End a stream and what works on it. All that gRPC has begun must have ended before the loop is closed."""
+    connection.over("the connection has ended")
+    stream.cancel()
+    await asyncio.wait(tasks, timeout=_FAREWELL)
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
