@@ -41,6 +41,11 @@ class EventMirror:
         self.events: list[Event] = []
         self._in_snapshot = self._wrong = False
 
+    @property
+    def incomplete(self) -> bool:
+        """Whether what it knows is wrong: events were lost, or a snapshot has not ended."""
+        return self._in_snapshot or self._wrong
+
     def apply(self, batch: EventBatch) -> None:
         """Take a batch over. Gaps that are not told, and changes that are none, are refused."""
         if batch.lost:
