@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
-from hicache.config import Config
-from hicache.errors import ConfigError, LimitExceeded
+from hicache.config import Config, Quota
+from hicache.errors import ConfigError
 from hicache.memory.limits import check_memory
 from hicache.rpc.address import Address
 from hicache.rpc.server import Listener, RpcServer
@@ -19,14 +19,15 @@ from hicache.sidecar import notify
 from hicache.sidecar.certificates import Certificates, read_certificates
 from hicache.sidecar.checks import addresses, storage_url
 from hicache.sidecar.http import HttpServer, Page, json_page
+from hicache.sidecar.kv_events import KvPublisher
 from hicache.sidecar.lifeline import LifelineServer
-from hicache.sidecar.metrics import metrics_page
+from hicache.sidecar.metrics import Histogram, Metrics, histograms
 from hicache.sidecar.quotas import Quotas, agreed_quotas
 from hicache.sidecar.service import SidecarService
 from hicache.sidecar.sockets import claim
 from hicache.sidecar.tenants import Authenticator, TokenFile
-from hicache.storage.base import StorageBackend
 from hicache.storage.registry import open_storage
+from hicache.storage.wrappers import MeteredBackend
 from hicache.units import format_size
 
 _log = logging.getLogger("hicache.sidecar")
@@ -51,10 +52,11 @@ class App:
 
     Args:
         config: checked settings.
-        started: called when it takes requests, with the addresses it listens on.
 
     Attributes:
         service: once it is started.
+        addresses: on which it listens then, with the ports that were chosen for port 0.
+        http: the address of /metrics, /healthz and /readyz; None without one.
     """
 
     def __init__(self, config: Config) -> None:
@@ -64,8 +66,10 @@ class App:
         self._undo = AsyncExitStack()
         self._tokens = TokenFile(config.tokens.file) if config.tokens.file else None
         self._rpc: RpcServer | None = None
+        self._storage: MeteredBackend | None = None
         self.service: SidecarService
         self.addresses: tuple[Address, ...] = ()
+        self.http: Address | None = None
 
     async def start(self) -> None:
         """Begin everything, or nothing.
@@ -90,7 +94,7 @@ class App:
         for address in self._listening:
             if address.is_unix:
                 undo.callback(claim(address.path).release)
-        storage = await self._open_storage()
+        storage = self._storage = await self._open_storage()
         lifelines = LifelineServer(limit=config.limits.connections, grace=config.leases.grace)
         self.service = service = SidecarService(config, quotas=quotas, storage=storage, lifelines=lifelines)
         lifelines.boot = service.boot
@@ -105,7 +109,7 @@ class App:
         await self._rpc.start()
         self.addresses = self._rpc.addresses
         await self._start_http()
-        await self._start_events()
+        self._start_events()
         service.ready = True
         _log.info(
             "ready on %s with %s of host memory and %s",
@@ -115,7 +119,7 @@ class App:
         )
         notify.notify("READY=1", f"STATUS=serving on {self.addresses[0]}")
 
-    async def _open_storage(self) -> StorageBackend | None:
+    async def _open_storage(self) -> MeteredBackend | None:
         url = storage_url(self._config)
         if url is None:
             return None
@@ -133,19 +137,34 @@ class App:
     async def _start_http(self) -> None:
         if not self._config.metrics.address:
             return
-        server = HttpServer({"/metrics": self._metrics, "/healthz": self._health, "/readyz": self._ready})
+        everyone = Caller()
+        metrics = Metrics(lambda: self.service.document(everyone), self._latencies)
+        server = HttpServer({"/metrics": metrics.page, "/healthz": self._health, "/readyz": self._ready})
         self._undo.push_async_callback(server.close)
         self.http = await server.start(Address.parse(self._config.metrics.address, listening=True))
         _log.info("metrics on %s", self.http)
 
-    async def _start_events(self) -> None:
-        pass
+    def _start_events(self) -> None:
+        events = self._config.events
+        if events.publish:
+            publisher = KvPublisher(
+                self.service.events,
+                publish=events.publish,
+                replay=events.replay or None,
+                topic=events.topic,
+                encoding=events.encoding,
+                hashes=events.hashes,
+                salts=events.salts,
+                batches=events.batches,
+                high_water=events.high_water,
+            )
+            self._undo.callback(publisher.close)
 
     # ---- pages
 
-    def _metrics(self) -> Page:
+    def _latencies(self) -> Iterator[Histogram]:
         assert self._rpc is not None
-        return metrics_page(self.service, self._rpc.statistics())
+        return histograms(self._rpc.statistics(), None if self._storage is None else self._storage.verbs())
 
     def _health(self) -> Page:
         ping = self.service.ping(Caller())
@@ -175,7 +194,7 @@ class App:
                 _log.error("quotas are kept as they were: %s", error)
         notify.notify("READY=1")
 
-    def _limits(self):
+    def _limits(self) -> dict[str, Quota]:
         tokens = {} if self._tokens is None else self._tokens.table.quotas
         return agreed_quotas(self._config, tokens)
 
@@ -195,7 +214,7 @@ class App:
         return Ended(dropped)
 
 
-async def serve(config: Config, *, started: Callable[[App], None] = lambda app: None) -> Ended:
+async def serve(config: Config, *, started: Callable[[App], None] | None = None) -> Ended:
     """Run a service until SIGTERM or SIGINT.
 
     Args:
@@ -210,7 +229,8 @@ async def serve(config: Config, *, started: Callable[[App], None] = lambda app: 
     await app.start()
     for number, call in ((signal.SIGTERM, app.stop), (signal.SIGINT, app.stop), (signal.SIGHUP, app.reload)):
         loop.add_signal_handler(number, call)
-    started(app)
+    if started is not None:
+        started(app)
     await app.wait()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.remove_signal_handler(number)  # a second one ends the process at once

@@ -7,6 +7,7 @@ import json
 import secrets
 from collections.abc import AsyncIterator, Container, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from enum import Enum
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -261,15 +262,26 @@ class SidecarService:
             degraded=self.degraded,
         )
 
+    def document(self, caller: Caller) -> dict[str, Any]:
+        """Everything it counts, as JSON's types; of pools and tenants only those that the caller may see."""
+        quotas = [
+            {"tenant": tenant, "tier": tier, "bytes": used, "quota": limit}
+            for tenant, tier, used, limit in self.quotas.rows()
+            if tenant == caller.tenant or _sees_all(caller)
+        ]
+        own = asdict(self.statistics()) | {"quotas": quotas, "events": asdict(self.events.statistics())}
+        document: dict[str, Any] = _plain(
+            {"service": own, "pools": [pool.describe() for pool in self._visible(caller)]}
+        )
+        return document
+
     def statistics_json(self, caller: Caller) -> str:
-        """Everything it counts; of pools only those that the caller may see."""
-        pools = [pool.describe() for pool in self._visible(caller)]
-        document = {"service": _plain(asdict(self.statistics())), "pools": _plain(pools)}
-        return json.dumps(document)
+        """Everything it counts, as a JSON document."""
+        return json.dumps(self.document(caller))
 
     def _visible(self, caller: Caller) -> Iterator[Pool]:
         for pool in self.pools:
-            if pool.tenant == caller.tenant or (caller.admin and caller.tenant is None):
+            if pool.tenant == caller.tenant or _sees_all(caller):
                 yield pool
 
     # ---- administration
@@ -343,7 +355,7 @@ class SidecarService:
 
     def pins_of(self, caller: Caller) -> tuple[Pinned, ...]:
         """Pins that the caller may see."""
-        return self.pins.records(caller.tenant, all_tenants=caller.admin and caller.tenant is None)
+        return self.pins.records(caller.tenant, all_tenants=_sees_all(caller))
 
     async def warm(
         self, caller: Caller, target: Target, prompts: Sequence[bytes], *, deadline_seconds: float
@@ -396,6 +408,10 @@ class SidecarService:
         return {what: count for what, count in dropped.items() if count}
 
 
+def _sees_all(caller: Caller) -> bool:
+    return caller.admin and caller.tenant is None
+
+
 def _admin(caller: Caller) -> None:
     if not caller.admin:
         raise PermissionDenied(f"{caller.name or 'this caller'} has no right to administer")
@@ -415,4 +431,6 @@ def _plain(value: Any) -> Any:
         return [_plain(item) for item in value]
     if isinstance(value, bytes):
         return value.hex()
+    if isinstance(value, Enum):
+        return value.name.lower()
     return value

@@ -79,6 +79,8 @@ class SidecarSession:
         self._notices: deque[Notice] = deque()
         self._told = asyncio.Event()
         self._ended = False
+        if lifeline is not None:
+            lifeline.when_ended(lambda: self.end(orderly=False))
 
     # ---- attaching
 
