@@ -17,7 +17,7 @@ LIFELINE_PACKET: Final = 4096
 """Bytes of the longest packet; one that does not fit is no packet of this protocol."""
 
 _KEY: Final = 16
-_MAX_ERROR: Final = 1024
+_MAX_ERROR: Final = 900  # characters of up to 4 bytes
 
 
 class LifelineGreeting(NamedTuple):
