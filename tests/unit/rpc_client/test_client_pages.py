@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -69,7 +70,7 @@ def test_pieces_in_order_are_whole_pages_and_nothing_behind_a_hole_counts(data: 
     pieces = []
     for page in range(pages):
         cuts = sorted({0, SIZE, *data.draw(st.lists(st.integers(1, SIZE - 1), max_size=3))})
-        pieces += [(page, begin, end) for begin, end in zip(cuts, cuts[1:], strict=False)]
+        pieces += [(page, begin, end) for begin, end in itertools.pairwise(cuts)]
     lost = data.draw(st.none() | st.integers(0, len(pieces) - 1))
     target = np.zeros((pages, SIZE), np.uint8)
     sink = _Sink(target, 0, 5, SIZE)
