@@ -30,7 +30,23 @@ EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 
 _UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG}
-_COMMANDS = {"replay": "hicache.cli.replay", "bench": "hicache.cli.bench", "fsck": "hicache.cli.fsck"}
+_COMMANDS = {
+    name: f"hicache.cli.{name}"
+    for name in (
+        "serve",
+        "config",
+        "ping",
+        "stats",
+        "clear",
+        "pin",
+        "unpin",
+        "pins",
+        "warm",
+        "replay",
+        "bench",
+        "fsck",
+    )
+}
 
 
 class _Command(Protocol):

@@ -14,11 +14,12 @@ from typing import Any, Protocol, TextIO
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A titled table; the first column is text, the others are numbers, already formatted."""
+    """A titled table; the first `texts` columns are text, the others are numbers, already formatted."""
 
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
+    texts: int = 1
 
 
 class Progress(Protocol):
@@ -42,7 +43,7 @@ def print_table(table: Table) -> None:
 
         pretty = RichTable(title=table.title, title_justify="left")
         for position, column in enumerate(table.columns):
-            pretty.add_column(column, justify="right" if position else "left")
+            pretty.add_column(column, justify="left" if position < table.texts else "right")
         for row in table.rows:
             pretty.add_row(*row)
         Console().print(pretty)
@@ -52,11 +53,16 @@ def print_table(table: Table) -> None:
     text = [table.title]
     for line in lines:
         cells = [
-            cell.rjust(width) if i else cell.ljust(width)
+            cell.ljust(width) if i < table.texts else cell.rjust(width)
             for i, (cell, width) in enumerate(zip(line, widths, strict=True))
         ]
         text.append("  " + "  ".join(cells).rstrip())
     sys.stdout.write("\n".join(text) + "\n\n")
+
+
+def say(text: str) -> None:
+    """One line on stdout."""
+    sys.stdout.write(f"{text}\n")
 
 
 def warn(message: str) -> None:

@@ -1,0 +1,61 @@
+"""`hicache pin ADDRESS --model NAME --prompts FILE`: keep prefixes in host memory."""
+
+from __future__ import annotations
+
+import argparse
+
+from hicache.cli.output import Table, print_json, print_table
+from hicache.cli.service import (
+    add_service_arguments,
+    add_target_arguments,
+    connected,
+    read_prompts,
+    required_target,
+    seconds_of,
+)
+from hicache.errors import ConfigError, InvalidInput
+from hicache.units import format_size
+
+HELP = "keep prefixes in host memory"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options."""
+    add_service_arguments(parser)
+    add_target_arguments(parser)
+    parser.add_argument(
+        "--prompts",
+        required=True,
+        metavar="FILE",
+        help="a prompt a line, as token ids [1, 2, ...]; - is standard input",
+    )
+    parser.add_argument(
+        "--name", default="", help="for `hicache unpin`; of several prompts each gets a number behind it"
+    )
+    parser.add_argument("--hard", action="store_true", help="requests may not take the pages even if they need room")
+    parser.add_argument("--ttl", default="0", metavar="SECONDS", help="for how long (default: 0, for ever)")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Pin, print, and return the exit code: 1 if not all pages of the prompts are there."""
+    from hicache.cli.main import EXIT_FINE, EXIT_WRONG
+
+    target, ttl = required_target(options), seconds_of(options.ttl, "--ttl", least=0.0)
+    prompts = list(read_prompts(options.prompts))
+    if not prompts:
+        raise InvalidInput(f"{options.prompts!r:.200} has no prompts")
+    if len(prompts) > 1000:
+        raise ConfigError(f"{len(prompts)} prompts to pin: more than 1,000 is what `hicache warm` is for")
+    pinned = []
+    with connected(options) as client:
+        for number, prompt in enumerate(prompts, 1):
+            name = f"{options.name}-{number}" if options.name and len(prompts) > 1 else options.name
+            pinned.append(client.pin(target, prompt, hard=options.hard, ttl_seconds=ttl, name=name))
+    if options.json:
+        print_json(
+            {"pins": [{"name": p.name, "pages": p.pages, "of_pages": p.of_pages, "bytes": p.bytes} for p in pinned]}
+        )
+    else:
+        rows = [(p.name, f"{p.pages:,}", f"{p.of_pages:,}", format_size(p.bytes)) for p in pinned]
+        print_table(Table("pinned", ("name", "pages", "of", "size"), rows))
+    return EXIT_FINE if all(p.pages == p.of_pages for p in pinned) else EXIT_WRONG
