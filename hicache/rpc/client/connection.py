@@ -185,6 +185,9 @@ class Dialer:
     Args:
         address, secrets, options, namespace, place: what to connect to, and as whom.
         notice: called with what the service says without being asked.
+
+    Attributes:
+        orderly: whether nothing here touches shared memory any more when the client is closed.
     """
 
     def __init__(
@@ -200,6 +203,7 @@ class Dialer:
         self.address = address
         self.options = options
         self.place = place
+        self.orderly = True
         self._secrets = secrets
         self._namespace = namespace
         self._notice = notice
@@ -255,9 +259,10 @@ class Dialer:
         if lifeline is not None:
             if self.maps:
                 await self._map(connection, lifeline)
+            number = lifeline.fileno()
             loop = asyncio.get_running_loop()
-            loop.add_reader(lifeline.fileno(), self._lifeline_ended, connection, lifeline)
-            stack.callback(loop.remove_reader, lifeline.fileno())
+            loop.add_reader(number, self._lifeline_ended, connection, number)
+            stack.callback(loop.remove_reader, number)
 
     def metadata(self, key: bytes = b"") -> tuple[tuple[str, str | bytes], ...]:
         """What goes with a call: who calls.
@@ -293,8 +298,8 @@ class Dialer:
         attached = connection.attached
         connection.memory = await _in_thread(lambda: SharedPages(lifeline, attached), SharedPages.close)
 
-    def _lifeline_ended(self, connection: Connection, lifeline: Lifeline) -> None:
-        asyncio.get_running_loop().remove_reader(lifeline.fileno())
+    def _lifeline_ended(self, connection: Connection, number: int) -> None:
+        asyncio.get_running_loop().remove_reader(number)
         connection.over(f"the service at {self.address} has ended")
 
     async def _introduce(self, connection: Connection) -> None:
@@ -340,9 +345,12 @@ class Dialer:
             connection.over(reason)
 
     async def _goodbye(self, connection: Connection) -> None:
+        if not self.orderly:
+            return
         with contextlib.suppress(HicacheError):
             await connection.ask(pb.Request(goodbye=pb.Goodbye()), _FAREWELL)
         if connection.lifeline is not None:
+            asyncio.get_running_loop().remove_reader(connection.lifeline.fileno())
             connection.lifeline.finish()
 
 

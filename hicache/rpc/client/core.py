@@ -294,6 +294,8 @@ class ClientCore:
             return not self._closed or self.state.refusal == CLOSED
         self._closed = True
         self.state.refusal = CLOSED
+        # A writer that is still at work may go on: without a goodbye its slots stay its own until this process ends.
+        self._dialer.orderly = not self.state.watcher.waiting
         ended = self._link.close(deadline)
         self.state.watcher.close(deadline)
         self.state.forget_memory(everything=True)

@@ -192,9 +192,10 @@ class LeasedPages:
         if begin == end or not self._enter():
             return 0
         try:
-            if self.connection.memory is None:
-                return await self._receive(targets, begin, end)
-            return self._gather(targets, begin, end)
+            streams = self.connection.memory is None
+            good = await self._receive(targets, begin, end) if streams else self._gather(targets, begin, end)
+            self._state.counters.add("pages_read", good)
+            return good
         finally:
             self._leave()
 
@@ -207,9 +208,10 @@ class LeasedPages:
         if begin == end or not self._enter():
             return 0
         try:
-            if self.connection.memory is None:
-                return await self._send(sources, begin, end)
-            return self._scatter(sources, begin, end)
+            streams = self.connection.memory is None
+            done = await self._send(sources, begin, end) if streams else self._scatter(sources, begin, end)
+            self._state.counters.add("pages_written", done)
+            return done
         finally:
             self._leave()
 
