@@ -400,7 +400,7 @@ class Copies:
         parent = tree.hashes(node, first - 1, first)[0] if first else tree.hash_before(node)
         symbols = node.span[first * tree.width : end * tree.width]
         tokens = b""
-        if self.registry.tokens is not None and end <= len(node.slots[HOST]):
+        if self.registry.tokens is not None and end <= node.resident[HOST]:  # of what fills, nothing is known yet
             tokens = self.registry.tokens(node.slots[HOST][first:end])
         self.registry.events.append(
             Stored(tree.namespace, tree.generation, tier, tuple(hashes), parent, node.first + first, symbols, tokens)

@@ -17,6 +17,10 @@ class ToldResidency:
         """Tags of the pages that are visible in a tier, as far as events told."""
         return self._visible.get((namespace, tier), [])
 
+    def everything(self) -> dict[tuple[bytes, Tier], list[int]]:
+        """Pages by namespace and tier, sorted, those without any left out."""
+        return {key: sorted(pages) for key, pages in self._visible.items() if pages}
+
     def replay(self, events: list[Event]) -> None:
         """Apply events, and take them out of the list."""
         for event in events:

@@ -35,6 +35,7 @@ class Truth:
         width: bytes of a page's tokens.
         parts: a page's shards, and where they lie in it.
         anchor: the shard that is put last.
+        page_bytes: bytes of a page.
     """
 
     def __init__(self, namespace: Namespace) -> None:
@@ -42,7 +43,7 @@ class Truth:
         self.width = TOKEN_SIZE * namespace.page_size
         self.parts: dict[Shard, ShardPart] = {part.shard: part for part in plan.parts}
         self.anchor = plan.anchor
-        self._page_bytes = plan.page_bytes
+        self.page_bytes = plan.page_bytes
         self._contents: dict[tuple[bytes, int, bytes], bytes] = {}
         self._hashes: dict[tuple[bytes, bytes], bytes] = {}
         self._pasts: dict[tuple[bytes, bytes], bytes] = {}
@@ -53,7 +54,7 @@ class Truth:
         found = self._contents.get(key)
         if found is None:
             seed = digest + generation.to_bytes(8, "little") + past
-            found = self._contents[key] = hashlib.shake_128(seed).digest(self._page_bytes)
+            found = self._contents[key] = hashlib.shake_128(seed).digest(self.page_bytes)
         return found
 
     def learn(self, namespace: DerivedNamespace, symbols: bytes) -> list[bytes]:
