@@ -11,7 +11,7 @@ SOURCES := hicache storage_backends proto tests benchmarks
 PYTEST := HYPOTHESIS_PROFILE=$${HYPOTHESIS_PROFILE:-ci} $(BIN)/python -m pytest -q
 COVERED := --cov --cov-report= --cov-fail-under=0
 
-.PHONY: help .venv demo test lint contract unit wheel bench redis-oldest cases mutants soak clean
+.PHONY: help .venv demo test lint contract unit wheel bench redis-oldest cases mutants soak chaos clean
 .DEFAULT_GOAL := help
 
 help:
@@ -23,6 +23,7 @@ help:
 	@echo "make cases    the field's failure cases and the tests that cover them"
 	@echo "make mutants  put known bugs into a copy and see the tests catch each"
 	@echo "make soak     long random runs with faults, for SOAK_SECONDS (600)"
+	@echo "make chaos    long replays on Redis while everything goes wrong with it, some minutes and 4 GiB of memory"
 	@echo "make .venv    only the environment"
 	@echo "make contract  a release: freeze the protocol that later ones may not break"
 	@echo "make clean    remove what the above made, the environment too"
@@ -88,6 +89,9 @@ cases: $(STAMP)
 
 soak: $(STAMP)
 	$(BIN)/python tests/soak.py
+
+chaos: $(STAMP)
+	$(BIN)/python tests/redis_chaos.py
 
 mutants: $(STAMP)
 	$(BIN)/python tests/mutants.py

@@ -157,6 +157,10 @@ class Server:
         """Host and port."""
         return ("127.0.0.1", self.port)
 
+    def announce(self, port: int, bus_port: int) -> None:
+        """Have it name other ports than its own, from its next start on: to other nodes of a cluster and to clients."""
+        self._options |= {"cluster-announce-port": str(port), "cluster-announce-bus-port": str(bus_port)}
+
     @property
     def unix(self) -> str:
         """Path of its Unix socket."""
