@@ -14,6 +14,7 @@ import asyncio
 import logging
 import secrets
 import socket
+from array import array
 from collections import Counter
 from collections.abc import Callable
 from typing import Final
@@ -142,7 +143,9 @@ class Lifeline:
 
     def _send(self, packet: bytes, *fds: int) -> None:
         try:
-            socket.send_fds(self._connection, [packet], list(fds), socket.MSG_NOSIGNAL)
+            # Not `socket.send_fds`: Python 3.11's passes no flags on.
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))] if fds else []
+            self._connection.sendmsg([packet], rights, socket.MSG_NOSIGNAL)
         except OSError as error:  # it asks without reading, or is away
             _log.debug("lifeline of process %d: %s", self.peer.pid, error)
             self.hang_up()

@@ -7,6 +7,8 @@ import os
 import select
 import socket
 import threading
+from array import array
+from collections.abc import Iterable
 from typing import Final
 
 from hicache.errors import HicacheError, NotFound, PermissionDenied, ServiceUnavailable
@@ -47,7 +49,9 @@ class Lifeline:
         try:
             self._connection.settimeout(timeout)
             self._connect()
-            greeting = decode_greeting(self._receive()[0])
+            packet, fds = self._receive()
+            _close_all(fds)  # a greeting has none
+            greeting = decode_greeting(packet)
         except BaseException:
             self._connection.close()
             raise
@@ -92,8 +96,7 @@ class Lifeline:
             if reply.id != memory or len(fds) != 1:
                 raise ServiceUnavailable(f"the service at {self._path} has answered with another memory than {memory}")
         except HicacheError:
-            for fd in fds:
-                os.close(fd)
+            _close_all(fds)
             raise
         return fds[0], reply.size
 
@@ -126,16 +129,26 @@ class Lifeline:
             raise ServiceUnavailable(f"no service answers at {self._path}: {error.strerror or error}") from error
 
     def _receive(self) -> tuple[bytes, list[int]]:
+        room = socket.CMSG_SPACE(_MOST_DESCRIPTORS * array("i").itemsize)
         try:
-            packet, fds, _, _ = socket.recv_fds(
-                self._connection, LIFELINE_PACKET, _MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
-            )
+            # Not `socket.recv_fds`: Python 3.11's passes no flags on, so a child in between would inherit them.
+            packet, ancillary, _, _ = self._connection.recvmsg(LIFELINE_PACKET, room, socket.MSG_CMSG_CLOEXEC)
         except TimeoutError as error:
             raise ServiceUnavailable(
                 f"the service at {self._path} does not answer: it may hang, or be stopped"
             ) from error
         except OSError as error:
             raise ServiceUnavailable(f"the service at {self._path} has ended: {error}") from error
+        fds = array("i")
+        for level, kind, data in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
         if not packet:
+            _close_all(fds)
             raise ServiceUnavailable(f"the service at {self._path} has hung up: it ends, or has too many clients")
-        return packet, fds
+        return packet, fds.tolist()
+
+
+def _close_all(fds: Iterable[int]) -> None:
+    for fd in fds:
+        os.close(fd)
