@@ -34,8 +34,8 @@ class MissReason(StrEnum):
     EVICTED = "evicted"  # was here, made room for others
     EXPIRED = "expired"  # was here, its time or its generation ended
     OTHER_NAMESPACE = "other_namespace"  # the same tokens are known under another namespace
-    FAILED = "failed"  # a transfer of it failed
-    LATE = "late"  # it was on its way when the deadline came
+    FAILED = "failed"  # a transfer of it failed, or storage could not be asked
+    LATE = "late"  # it, or the answer whether storage has it, was on its way when the deadline came
     UNALIGNED_TAIL = "unaligned_tail"  # tokens behind the last whole page that may be used
     OVER_BUDGET = "over_budget"  # no slots for it, or not worth loading
     BYPASSED = "bypassed"  # the request went past the cache

@@ -29,11 +29,10 @@ from hicache.core.tree import HiRadixTree
 from hicache.core.writeback import Writer
 from hicache.errors import InvalidInput, OutOfSlots
 from hicache.events import Cleared, Event
-from hicache.records import Match, PageResult
+from hicache.records import Match, MissReason, PageResult
 
 if TYPE_CHECKING:
     from hicache.core.node import Node, Path
-
 
 _WRITES: Final = {DEVICE: TransferKind.WRITE, HOST: TransferKind.HOST_WRITE}
 
@@ -112,9 +111,7 @@ class Core:
 
     def match(self, tree: HiRadixTree, prompt: Prompt, limit: int | None = None) -> Match:
         """How far the prompt's first `limit` pages are usable, by tier. Changes nothing that anyone could see."""
-        return self._match(tree.walk(prompt, limit))
-
-    def _match(self, path: Path) -> Match:
+        path = tree.walk(prompt, limit)
         device = HiRadixTree.resident_pages(path, DEVICE)
         if not self.config.host_pages:
             return Match(device)
@@ -177,6 +174,10 @@ class Core:
     def decline(self, lease: Lease, page: int) -> None:
         """Bringing up the pages from index `page` on does not pay: those missed are counted as over budget."""
         lease.short_at = lowest(lease.short_at, page)
+
+    def unanswered(self, lease: Lease, page: int, reason: MissReason) -> None:
+        """Storage did not tell whether it has the pages from index `page` on: those missed are counted so."""
+        lease.unanswered_at, lease.unanswered = page, reason
 
     def load(self, lease: Lease, upto: int | None = None) -> int:
         """Begin bringing what HOST has into the top tier. Returns the page index that the top tier will reach."""

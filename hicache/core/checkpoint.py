@@ -168,6 +168,8 @@ class Taker:
             "failure": lease.failure.value,
             "writers": [writer.id for writer in lease.writers if len(writer.private)],
             "short_at": lease.short_at,
+            "unanswered_at": lease.unanswered_at,
+            "unanswered": lease.unanswered.value,
         }
 
     def _transfer(self, transfer: Transfer) -> dict[str, Any]:
@@ -294,9 +296,10 @@ class Maker:
         lease.match = Match(*row["match"])
         lease.own = _slots(row["own"])
         lease.waiting = set(row["waiting"])
-        for name in ("usable", "start", "committed", "failed_at", "short_at"):
+        for name in ("usable", "start", "committed", "failed_at", "short_at", "unanswered_at"):
             setattr(lease, name, row[name])
         lease.failure = MissReason(row["failure"])
+        lease.unanswered = MissReason(row["unanswered"])
         lease.pins = [self._pins[number] if number >= 0 else None for number in row["pins"]]
         lease.spare_pins = [self._pins[number] for number in row["spare"]]
         self.leases[row["number"]] = lease

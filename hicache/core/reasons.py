@@ -54,11 +54,12 @@ def _missed(lease: Lease, ghosts: Ghosts, got: int) -> dict[MissReason, int]:
     prompt, namespace = lease.prompt, lease.tree.namespace
     elsewhere = not known and ghosts.known_elsewhere(namespace, prompt.symbols[: prompt.width])
     otherwise = MissReason.OTHER_NAMESPACE if elsewhere else MissReason.COLD
-    if not ghosts.remembers:
-        missed[otherwise] += asked - known
-        return dict(missed)
-    for page_hash in prompt.hashes(known, asked):
-        missed[ghosts.reason(namespace, page_hash) or otherwise] += 1
+    told = asked if lease.unanswered_at is None else min(max(known, lease.unanswered_at), asked)
+    reasons = [otherwise] * (told - known) + [lease.unanswered] * (asked - told)
+    if ghosts.remembers:
+        hashes = prompt.hashes(known, asked)
+        reasons = [ghosts.reason(namespace, h) or reason for h, reason in zip(hashes, reasons, strict=True)]
+    missed.update(reasons)
     return dict(missed)
 
 

@@ -22,7 +22,7 @@ from hicache.core.residency import Slots, Words
 from hicache.core.transfers import Lease, Transfer
 from hicache.core.tree import HiRadixTree
 from hicache.errors import InvalidInput, OutOfSlots
-from hicache.records import PageResult
+from hicache.records import MissReason, PageResult
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -93,10 +93,16 @@ class RecordedCore(Core):
         """Record one input, before it is acted on."""
         data = msgspec.msgpack.encode((mark(self), operation, *arguments))
         if self._at + len(data) + 2 * HEAD.size > len(self._buffer):
-            self._forget_dead()
-            self._begin(checkpoint.encode(self._taker().state()), least=len(data) + HEAD.size)
+            self.begin_anew(least=len(data) + HEAD.size)
         self._at = put_entry(self._buffer, self._at, data)
         self._inputs += 1
+
+    def begin_anew(self, *, least: int = 0) -> None:
+        """Begin a segment, with room for an input of `least` bytes: the last one is full, or the core was changed by
+        other means than its inputs, so that a replay must begin after that.
+        """
+        self._forget_dead()
+        self._begin(checkpoint.encode(self._taker().state()), least=least)
 
     def _taker(self) -> checkpoint.Taker:
         return checkpoint.Taker(self, trees=self._trees_by, leases=self._leases_by)
@@ -157,6 +163,11 @@ class RecordedCore(Core):
         """See `Core.decline`."""
         self._for(lease, "decline", page)
         self._act(super().decline, lease, page)
+
+    def unanswered(self, lease: Lease, page: int, reason: MissReason) -> None:
+        """See `Core.unanswered`."""
+        self._for(lease, "unanswered", page, reason.value)
+        self._act(super().unanswered, lease, page, reason)
 
     def prefetch(self, lease: Lease, upto: int | None = None) -> int:
         """See `Core.prefetch`."""

@@ -14,7 +14,7 @@ from hicache.core.recorder import mark
 from hicache.core.recordings import Header
 from hicache.core.tree import HiRadixTree
 from hicache.errors import HicacheInternalError, InvalidInput, OutOfSlots
-from hicache.records import PageResult
+from hicache.records import MissReason, PageResult
 
 _OPERATIONS: Final = frozenset(
     [
@@ -22,6 +22,7 @@ _OPERATIONS: Final = frozenset(
         "lease",
         "believe",
         "decline",
+        "unanswered",
         "prefetch",
         "load",
         "allocate",
@@ -138,6 +139,9 @@ class Replayer:
 
     def _decline(self, number: int, page: int) -> None:
         self.core.decline(self._leases[number], page)
+
+    def _unanswered(self, number: int, page: int, reason: str) -> None:
+        self.core.unanswered(self._leases[number], page, MissReason(reason))
 
     def _prefetch(self, number: int, upto: int | None) -> None:
         self.core.prefetch(self._leases[number], upto)

@@ -177,6 +177,8 @@ class Lease:
         failed_at: lowest page index at which a transfer that it waited for failed, or None.
         failure: the reason of that.
         short_at: lowest page index for which there were no slots, or that was not worth bringing up; or None.
+        unanswered_at: page index from which on storage did not tell what it has, or None.
+        unanswered: why it did not.
         writers: engines' writes that guard private slots of it.
         closed: whether it was released.
         counts: what it was counted as, once closed.
@@ -199,6 +201,8 @@ class Lease:
         "spare_pins",
         "start",
         "tree",
+        "unanswered",
+        "unanswered_at",
         "usable",
         "waiting",
         "writers",
@@ -221,6 +225,8 @@ class Lease:
         self.failed_at: int | None = None
         self.failure = MissReason.FAILED
         self.short_at: int | None = None
+        self.unanswered_at: int | None = None
+        self.unanswered = MissReason.FAILED
         self.closed = False
         self.counts: RequestCounts | None = None
 

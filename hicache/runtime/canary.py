@@ -13,6 +13,7 @@ import os
 from typing import Final
 
 from hicache.core.keys import ObjectKey, Shard
+from hicache.errors import HicacheError
 from hicache.runtime.port import StoragePort
 from hicache.runtime.storage_io import StorageIO
 from hicache.storage.base import ObjectResult, ObjectStatus, StoredObject
@@ -74,7 +75,12 @@ class Canary:
 
     def _get(self, key: ObjectKey, payload: bytes) -> None:
         buffer = bytearray(_LENGTH)
-        found = self._port.contains([key])
+        try:
+            found = self._port.contains([key])
+        except HicacheError as error:
+            self._storage.call_writing(lambda: self._delete(key), fail=_nothing)
+            self._end(f"was stored, and whether it is there is not told ({error})")
+            return
         (result,) = self._port.get_into([key], [memoryview(buffer)])
         self._storage.call_writing(lambda: self._delete(key), fail=_nothing)
         if result.status is not ObjectStatus.OK:

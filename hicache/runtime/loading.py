@@ -11,6 +11,7 @@ from __future__ import annotations
 from hicache.clock import Clock
 from hicache.core.transfers import Lease, TransferKind
 from hicache.errors import CacheClosed
+from hicache.records import MissReason
 from hicache.runtime.options import Options
 from hicache.runtime.planner import LoadDecision, Planner
 from hicache.runtime.reducer import Reducer
@@ -219,6 +220,8 @@ class Loader:
             prefetch.over = True
             if not prefetch.waits:  # what is found from now on was not worth waiting for
                 reducer.core.decline(lease, prefetch.base + prefetch.planned)
+            if prefetch.probing and prefetch.waits and self._options.prefetch != "best_effort":
+                reducer.core.unanswered(lease, lease.match.pages, MissReason.LATE)
             prefetch.probing = prefetch.probing and not prefetch.waits
             explores = prefetch.explores
         if decision is not None and decision.planned_host < decision.host:
@@ -337,12 +340,15 @@ class Loader:
             generation=lease.tree.generation,
             page_hashes=lease.prompt.hashes(first, lease.limit),
             found=lambda pages, final: self._reducer.post(self._found, prefetch, first, pages, final, asked),
+            failed=lambda pages: self._reducer.post(self._not_told, prefetch, first + pages),
             wanted=prefetch.wanted,
         )
         prefetch.probing = True
         prefetch.attachment = storage.attachment
         prefetch.probing = storage.probe(probe)
-        self.probes_refused += not prefetch.probing
+        if not prefetch.probing:
+            self.probes_refused += 1
+            self._reducer.core.unanswered(lease, first, MissReason.FAILED)
 
     def _found(self, prefetch: Prefetch, first: int, pages: int, final: bool, asked: float) -> None:
         """Storage has so many pages of the prompt from page `first` on. Under the lock."""
@@ -354,6 +360,17 @@ class Loader:
             self._fetch(prefetch)
         if final:
             prefetch.probing = False
+        self._reducer.notify()
+
+    def _not_told(self, prefetch: Prefetch, page: int) -> None:
+        """Storage does not tell what it has from page index `page` on; what is in front is there. Under the lock."""
+        lease = prefetch.lease
+        if not lease.closed and prefetch.probing:
+            if self._current(prefetch):
+                self._reducer.core.believe(lease, page)
+                self._fetch(prefetch)
+            self._reducer.core.unanswered(lease, page, MissReason.FAILED)
+        prefetch.probing = False
         self._reducer.notify()
 
 

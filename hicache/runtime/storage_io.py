@@ -47,6 +47,7 @@ class Probe:
         namespace, generation: whose pages.
         page_hashes: the pages asked for, in chain order.
         found: called from a read thread with (leading pages there, whether that is the final word), more than once.
+        failed: called instead of the final word, with the leading pages there, when storage does not tell more.
         wanted: whether anybody still waits for the answer.
     """
 
@@ -54,6 +55,7 @@ class Probe:
     generation: int
     page_hashes: list[bytes]
     found: Callable[[int, bool], None]
+    failed: Callable[[int], None]
     wanted: Callable[[], bool]
 
 
@@ -126,7 +128,7 @@ class StorageIO:
 
     def probe(self, probe: Probe) -> bool:
         """Ask what is there; False if the queue is full. It goes in front of reads, which are much longer."""
-        return self.call(lambda: self._ask(probe), fail=lambda: probe.found(0, True))
+        return self.call(lambda: self._ask(probe), fail=lambda: probe.failed(0))
 
     def call(self, work: Callable[[], None], *, fail: Callable[[], None]) -> bool:
         """Run something short on a read thread, in front of the reads; False if the queue is full."""
@@ -226,7 +228,12 @@ class StorageIO:
         pages = self._absent.leading(probe.namespace, probe.generation, probe.page_hashes)
         while found < pages and probe.wanted():
             asked = probe.page_hashes[found : min(found + size, pages)]
-            there = self._objects.contains(probe.namespace, probe.generation, asked)
+            try:
+                there = self._objects.contains(probe.namespace, probe.generation, asked)
+            except Exception as error:  # says nothing about any page
+                _log.debug("storage could not be asked for %d pages: %r", len(asked), error)
+                probe.failed(found)
+                return
             found += there
             if there < len(asked):
                 self._absent.note(probe.namespace, probe.generation, probe.page_hashes[found])

@@ -185,7 +185,8 @@ class StorageBackend(ABC):
     def contains(self, keys: Sequence[ObjectKey], *, stop_at_first_miss: bool = False) -> list[bool]:
         """Whether each key is there, cheaply and without reading payloads. Moves no recency.
 
-        With `stop_at_first_miss` keys behind the first absent one may be answered False without a look.
+        With `stop_at_first_miss` keys behind the first absent one may be answered False without a look. An exception
+        where none can be told: False says that the object is not there.
         """
 
     @abstractmethod

@@ -207,8 +207,8 @@ class BreakerBackend(WrapperBackend):
 
     Reads (`get_into`, `contains`) and writes (`put`, `touch`, `delete`) have a breaker each. It opens after so many
     calls in a row that raised, timed out, broke the contract, or failed every key for a reason that tells about the
-    backend. While it is open, transfers are FAILED ("breaker_open"), `touch` raises, other answers are False. After
-    an interval one call at a time is let through; one that works closes it. `generation`, `clear` and what has no keys
+    backend. While it is open, transfers are FAILED ("breaker_open"), `contains` and `touch` raise, `delete` is False.
+    After an interval one call at a time is let through; one that works closes it. `generation`, `clear` and what has no keys
     always pass.
 
     Thread-safe, without threads or waits of its own.
@@ -238,7 +238,10 @@ class BreakerBackend(WrapperBackend):
     def contains(self, keys: Sequence[ObjectKey], *, stop_at_first_miss: bool = False) -> list[bool]:
         """See `StorageBackend`."""
         return self._look_up(
-            self.reads, len(keys), lambda: self.inner.contains(keys, stop_at_first_miss=stop_at_first_miss)
+            self.reads,
+            len(keys),
+            lambda: self.inner.contains(keys, stop_at_first_miss=stop_at_first_miss),
+            refuse=_cannot_tell,
         )
 
     def touch(self, keys: Sequence[ObjectKey]) -> list[bool]:
@@ -309,7 +312,7 @@ def _refused(count: int) -> list[ObjectResult]:
 
 
 def _cannot_tell(count: int) -> list[bool]:
-    raise StorageUnavailable(f"{count} objects were not touched: {OPEN_REASON}")
+    raise StorageUnavailable(f"storage was not asked about {count} objects: {OPEN_REASON}")
 
 
 def _shape(answer: object, count: int) -> str:

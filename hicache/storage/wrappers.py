@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import threading
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, TypeVar
 
 from hicache.errors import StorageError
@@ -27,9 +28,12 @@ from hicache.storage.base import (
 )
 from hicache.storage.codec import Verdict
 
-__all__ = ["GuardedBackend", "MeteredBackend", "VerbStatistics", "WrapperBackend"]
+__all__ = ["CALL_BOUNDS", "GuardedBackend", "MeteredBackend", "VerbStatistics", "WrapperBackend"]
 
 T = TypeVar("T")
+
+CALL_BOUNDS: Final = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+"""Upper bounds, in seconds, of a call's buckets in `VerbStatistics`; one more bucket has no bound."""
 
 
 class WrapperBackend(StorageBackend):
@@ -141,7 +145,7 @@ class GuardedBackend(WrapperBackend):
 
     What a backend gets wrong as a whole (too many, too few, no list, an exception) says nothing about any key, so
     each of its keys is FAILED; what it gets wrong for one key ("contract") fails that key alone. Exceptions of
-    `generation` and `clear` pass, and `touch` raises where it failed as a whole: their callers must know.
+    `generation` and `clear` pass, and `contains` and `touch` raise where they failed as a whole: callers must know.
     """
 
     def get_into(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[ObjectResult]:
@@ -159,8 +163,12 @@ class GuardedBackend(WrapperBackend):
         return self._results(len(objects), lambda: self.inner.put(objects))
 
     def contains(self, keys: Sequence[ObjectKey], *, stop_at_first_miss: bool = False) -> list[bool]:
-        """See `StorageBackend`; never raises. An answer that is no answer is False."""
-        return self._answers(len(keys), lambda: self.inner.contains(keys, stop_at_first_miss=stop_at_first_miss))
+        """See `StorageBackend`.
+
+        Raises:
+            StorageError: the backend failed; False for all would say of pages that are there that they are not.
+        """
+        return self._told("contains", keys, lambda: self.inner.contains(keys, stop_at_first_miss=stop_at_first_miss))
 
     def touch(self, keys: Sequence[ObjectKey]) -> list[bool]:
         """See `StorageBackend`.
@@ -168,10 +176,7 @@ class GuardedBackend(WrapperBackend):
         Raises:
             StorageError: the backend failed; False for all would take beliefs away that are right.
         """
-        answer, reason = _call(len(keys), lambda: self.inner.touch(keys))
-        if answer is None:
-            raise StorageError(f"touch: {reason}")
-        return [item is True for item in answer]
+        return self._told("touch", keys, lambda: self.inner.touch(keys))
 
     def delete(self, keys: Sequence[ObjectKey]) -> list[bool]:
         """See `StorageBackend`; never raises."""
@@ -182,6 +187,12 @@ class GuardedBackend(WrapperBackend):
         if answer is None:
             return [_failed(reason)] * count
         return [item if isinstance(item, ObjectResult) else _failed("contract") for item in answer]
+
+    def _told(self, verb: str, keys: Sequence[ObjectKey], call: Callable[[], object]) -> list[bool]:
+        answer, reason = _call(len(keys), call)
+        if answer is None:
+            raise StorageError(f"{verb}: {reason}")
+        return [item is True for item in answer]
 
     def _answers(self, count: int, call: Callable[[], object]) -> list[bool]:
         answer, _ = _call(count, call)
@@ -217,6 +228,7 @@ class VerbStatistics:
         seconds: time in the calls, added up over threads.
         slowest: seconds of the slowest call.
         errors: calls that raised.
+        buckets: calls by what they took, one number for each of `CALL_BOUNDS` and one for those above; not cumulative.
     """
 
     calls: int = 0
@@ -226,6 +238,7 @@ class VerbStatistics:
     seconds: float = 0.0
     slowest: float = 0.0
     errors: int = 0
+    buckets: tuple[int, ...] = ()
 
 
 class MeteredBackend(WrapperBackend):
@@ -241,11 +254,12 @@ class MeteredBackend(WrapperBackend):
         self._now = now
         self._lock = threading.Lock()
         self._verbs: dict[str, VerbStatistics] = {}
+        self._buckets: dict[str, list[int]] = {}
 
     def verbs(self) -> dict[str, VerbStatistics]:
         """A snapshot per verb that was called."""
         with self._lock:
-            return dict(self._verbs)
+            return {verb: replace(seen, buckets=tuple(self._buckets[verb])) for verb, seen in self._verbs.items()}
 
     def get_into(self, keys: Sequence[ObjectKey], buffers: Sequence[memoryview]) -> list[ObjectResult]:
         """See `StorageBackend`."""
@@ -287,6 +301,7 @@ class MeteredBackend(WrapperBackend):
         moved = sum(size for size, ok in zip(sizes, good, strict=False) if ok)
         with self._lock:
             before = self._verbs.get(verb, VerbStatistics())
+            self._buckets.setdefault(verb, [0] * (len(CALL_BOUNDS) + 1))[bisect_left(CALL_BOUNDS, seconds)] += 1
             self._verbs[verb] = VerbStatistics(
                 calls=before.calls + 1,
                 objects=before.objects + count,

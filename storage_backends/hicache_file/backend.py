@@ -146,21 +146,33 @@ class FileBackend(Inspected, StorageBackend):
         return results
 
     def contains(self, keys: Sequence[ObjectKey], *, stop_at_first_miss: bool = False) -> list[bool]:
-        """See `StorageBackend`. Looks at the file system, so it is right before the index is."""
+        """See `StorageBackend`. Looks at the file system, so it is right before the index is.
+
+        Raises:
+            StorageUnavailable: the file system does not tell.
+        """
         self._check_open()
         answers: list[bool] = []
-        for key in keys:
-            if stop_at_first_miss and answers and not answers[-1]:
-                answers.append(False)
-            else:
-                answers.append(self._reader.exists(key))
+        try:
+            for key in keys:
+                skip = stop_at_first_miss and answers and not answers[-1]
+                answers.append(not skip and self._reader.exists(key))
+        except OSError as error:
+            raise self._untold(error) from error
         return answers
 
     def touch(self, keys: Sequence[ObjectKey]) -> list[bool]:
-        """See `StorageBackend`."""
+        """See `StorageBackend`.
+
+        Raises:
+            StorageUnavailable: the file system does not tell whether an object is there; those in front are touched.
+        """
         self._check_open()
         bucket = self._space.bucket()
-        return [self._reader.touch(key, bucket) for key in keys]
+        try:
+            return [self._reader.touch(key, bucket) for key in keys]
+        except OSError as error:
+            raise self._untold(error) from error
 
     def delete(self, keys: Sequence[ObjectKey]) -> list[bool]:
         """See `StorageBackend`. What is not ours under the name stays."""
@@ -257,6 +269,9 @@ class FileBackend(Inspected, StorageBackend):
             self._closed = True
         self._keeper.stop(_CLOSE_WAIT)
         self._opened.close()
+
+    def _untold(self, error: OSError) -> StorageUnavailable:
+        return StorageUnavailable(f"{self.path}: it cannot be told what is there: {error.strerror}")
 
     # --- one object ---------------------------------------------------------------------------------------------
 

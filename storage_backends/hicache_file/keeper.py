@@ -140,7 +140,7 @@ class Keeper:
         with self._wake:
             self._wake.notify_all()
 
-    def _guarded(self, work: Callable[[], None]) -> None:
+    def _guarded(self, work: Callable[[], object]) -> None:
         """Trouble with one job must not end the thread."""
         try:
             work()

@@ -101,7 +101,11 @@ class Reader:
         return True
 
     def exists(self, key: ObjectKey) -> bool:
-        """Whether a file lies there, whatever is in it, and its generation has not ended."""
+        """Whether a file lies there, whatever is in it, and its generation has not ended.
+
+        Raises:
+            OSError: the file system does not tell.
+        """
         if key.generation < self._floor(key.namespace):
             return False
         place = self._names.place(key)
@@ -109,12 +113,16 @@ class Reader:
             if not self._directories.check(place):
                 return False
             info = self._fs.lstat(place.path)
-        except OSError:
+        except (FileNotFoundError, NotADirectoryError):
             return False
         return stat.S_ISREG(info.st_mode) and info.st_size > 0
 
     def touch(self, key: ObjectKey, bucket: int) -> bool:
-        """Mark as used now; False where there is none."""
+        """Mark as used now; False where there is none.
+
+        Raises:
+            OSError: the file system does not tell.
+        """
         if not self.exists(key):
             return False
         place = self._names.place(key)

@@ -238,7 +238,7 @@ def test_at_the_cap_reads_stop_and_come_back_with_a_probe_that_works() -> None:
         setup.clock.advance(5.0)
         assert cache.statistics().degraded == ("storage: reads stopped, 4 hung",)
         counts = setup.engine.run(setup.stored[5])  # refused at once: the clock stands still
-        assert counts.missed == {MissReason.COLD: 4}
+        assert counts.missed == {MissReason.FAILED: 4}
         assert cache.flush()  # writes are not reads
         setup.clock.advance(10.0)
         for verb in ("get_into", "contains"):
@@ -262,12 +262,35 @@ def test_in_real_time_a_request_is_back_soon_after_its_deadline() -> None:
         started = time.perf_counter()
         counts = FakeEngine(cache).run(tokens, deadline=0.2)
         took = time.perf_counter() - started
-        assert counts.missed == {MissReason.COLD: 10}
+        assert counts.missed == {MissReason.LATE: 10}
         assert took < 5.0
         _until(lambda: cache.statistics().reads.hung > 0)  # type: ignore[union-attr]  by the cache's own threads
         for verb in VERBS:
             storage.always(verb, None)
         gate.open()
+        _at_rest(cache)
+
+
+def test_pages_that_storage_could_not_be_asked_for_were_not_cold() -> None:
+    inner = MemoryBackend()
+    stored, other = prompt(1, 65), prompt(2, 65)
+    _fill(inner, stored, other)
+    storage, clock = FaultyStorage(inner), ManualClock()
+    breaker = BreakerPolicy(failures=3, timeout=1e9, interval=10.0)
+    with _open(storage, device=64, clock=clock, breaker=breaker, generation_seconds=None) as cache:
+        engine = FakeEngine(cache)
+        storage.script("contains", None, fail(OSError("disk")))  # the second question, for page 8 and on
+        counts = engine.run(stored)
+        assert (counts.storage, counts.missed) == (8, {MissReason.FAILED: 8})
+        storage.always("contains", fail(OSError("disk")))
+        for seed in (10, 11, 12):
+            assert engine.run(prompt(seed, 9)).missed == {MissReason.FAILED: 2}
+        asked = storage.count("contains")
+        assert engine.run(other).missed == {MissReason.FAILED: 16}, "the breaker is open"
+        assert storage.count("contains") == asked
+        storage.always("contains", None)
+        clock.advance(10.0)
+        assert engine.run(prompt(20, 9)).missed == {MissReason.COLD: 2}
         _at_rest(cache)
 
 
@@ -407,7 +430,7 @@ def test_a_clear_by_another_process_is_seen_within_the_bound() -> None:
 
 def test_between_half_of_the_bound_and_all_of_it_nobody_waits() -> None:
     storage, clock, gate = FaultyStorage(MemoryBackend()), ManualClock(), Gate()
-    with _open(storage, clock=clock, generation_seconds=2.0) as cache:
+    with _open(storage, clock=clock, generation_seconds=2.0, call_timeout=1e9) as cache:
         engine = FakeEngine(cache)
         engine.run(prompt(1, 41))
         storage.always("generation", delay(gate))

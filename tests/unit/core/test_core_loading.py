@@ -255,6 +255,16 @@ def test_pages_that_were_declined_are_over_budget():
     assert (counts.host, counts.missed) == (2, {MissReason.OVER_BUDGET: 2, MissReason.COLD: 1})
 
 
+def test_pages_that_storage_did_not_tell_of_have_that_as_their_reason():
+    stage = Stage.filled()
+    lease = stage.lease("ABCDEFGH")
+    stage.core.unanswered(lease, 6, MissReason.FAILED)
+    assert stage.core.release(lease).missed == {MissReason.COLD: 2, MissReason.FAILED: 2}
+    lease = stage.lease("ABCDEFGH")
+    stage.core.unanswered(lease, 2, MissReason.LATE)
+    assert stage.core.release(lease).missed == {MissReason.LATE: 4}, "what was there was there"
+
+
 def test_pages_that_a_fetch_makes_clean_are_filed_as_clean():
     """Computed while they were fetched, and disbelieved meanwhile: it is the fetch that gives them a copy below."""
     stage = Stage.filled(fetch_pages=8)

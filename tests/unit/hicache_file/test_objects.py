@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import xxhash
 
 from hicache.core.keys import ObjectKey
+from hicache.errors import StorageUnavailable
 from hicache.storage import codec
 from hicache.storage.base import ObjectStatus, StoredObject
+from hicache.testing.faults import interpose
 from hicache.testing.storage import NAMESPACE, make_chain, make_key, make_object, pattern, read, status_of
-from hicache_file import FileBackend
+from hicache_file import FileBackend, FileSystem
 
 Open = Callable[..., FileBackend]
 PathOf = Callable[[FileBackend, ObjectKey], Path]
@@ -260,3 +264,23 @@ def test_a_linked_directory_leads_nowhere(
     assert put.status is ObjectStatus.FAILED
     assert backend.delete([stored.key]) == [False]
     assert sorted(outside.rglob("*")) == before
+
+
+@pytest.mark.case("FAIL-4")
+@pytest.mark.parametrize("code", [errno.EIO, errno.EACCES, errno.ESTALE])
+def test_what_the_file_system_does_not_tell_is_not_called_absent(open_root: Open, code: int) -> None:
+    broken: list[OSError] = []
+
+    def refuse(name: str, number: int, args: tuple[Any, ...]) -> None:
+        if name == "lstat" and broken and "hg1-" in args[0]:
+            raise broken[0]
+
+    backend = open_root(fs=interpose(FileSystem(), refuse))
+    stored = make_object(make_key(1), pattern(1, 5000))
+    backend.put([stored])
+    broken.append(OSError(code, "no"))
+    for look in (backend.contains, backend.touch):
+        with pytest.raises(StorageUnavailable, match="cannot be told"):
+            look([make_key(2), stored.key])
+    broken.clear()
+    assert backend.contains([make_key(2), stored.key]) == backend.touch([make_key(2), stored.key]) == [False, True]

@@ -19,8 +19,8 @@ from hicache.runtime.objects import PageObjects
 from hicache.runtime.options import Options
 from hicache.runtime.port import StoragePort
 from hicache.runtime.queues import Bound
-from hicache.runtime.tokens import SymbolTokens
 from hicache.runtime.storage_io import Probe, StorageIO
+from hicache.runtime.tokens import SymbolTokens
 from hicache.storage.base import StorageBackend
 from hicache.storage.memory import MemoryBackend
 from hicache.storage.wrappers import GuardedBackend
@@ -82,17 +82,17 @@ class _Setup:
             assert self._changed.wait_for(lambda: number in self.ended, 30)
             return self.ended[number]
 
-    def ask(self, *, wanted: bool = True, pages: int = 8) -> list[tuple[int, bool]]:
-        """All answers to one probe."""
-        answers: list[tuple[int, bool]] = []
+    def ask(self, *, wanted: bool = True, pages: int = 8) -> list[tuple[int, bool | str]]:
+        """All answers to one probe; "failed" stands for the final word where there was none."""
+        answers: list[tuple[int, bool | str]] = []
 
-        def found(count: int, final: bool) -> None:
+        def found(count: int, final: bool | str) -> None:
             with self._changed:
                 answers.append((count, final))
                 self._changed.notify_all()
 
         hashes = [page.hash for page in PAGES[:pages]]
-        self.io.probe(Probe(NAMESPACE, 0, hashes, found, lambda: wanted))
+        self.io.probe(Probe(NAMESPACE, 0, hashes, found, lambda count: found(count, "failed"), lambda: wanted))
         with self._changed:
             assert self._changed.wait_for(lambda: answers and answers[-1][1], 30)
         return answers
@@ -166,13 +166,28 @@ def test_a_probe_goes_in_front_of_reads() -> None:
         setup.io.fetch(setup.transfer(number), setup.done)
     gate.until_arrived()
     answers: list[tuple[int, bool]] = []
-    setup.io.probe(Probe(NAMESPACE, 0, [PAGES[0].hash], lambda n, final: answers.append((n, final)), lambda: True))
+    page = [PAGES[0].hash]
+    setup.io.probe(Probe(NAMESPACE, 0, page, lambda *answer: answers.append(answer), answers.remove, lambda: True))
     gate.open()
     setup.result(4)
     verbs = [verb for verb, _ in storage.calls if verb != "put"]
     assert verbs == ["get_into", "contains", "get_into", "get_into"]
     assert setup.close() == 0
     assert answers == [(1, True)]
+
+
+def test_a_question_that_fails_is_no_answer_and_makes_no_page_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hicache.runtime.storage_io.FIRST_PROBE", 3)
+    storage = FaultyStorage(MemoryBackend())
+    setup = _Setup(storage)
+    setup.io.put(setup.transfer(1), setup.done)
+    setup.result(1)
+    storage.script("contains", None, fail(OSError("x")))
+    assert setup.ask() == [(3, False), (3, "failed")]
+    storage.script("contains", fail(OSError("x")))
+    assert setup.ask() == [(0, "failed")]
+    assert setup.ask()[-1] == (8, True)
+    assert setup.close() == 0
 
 
 @pytest.mark.case("THR-1")
