@@ -23,7 +23,8 @@ class Stored:
         page_hashes: the pages, in chain order.
         parent_hash: hash of the page before the first, or None at the root.
         first_page: depth of the first page, 0 at the root.
-        symbols: the pages' symbols glued together (token bytes, or hashes): `len(page_hashes)` times one width.
+        symbols: the pages' symbols glued together (token bytes, or hashes): `len(page_hashes)` times one width. Empty
+            in the stream of a service, where they would be the hashes once more.
         tokens: where symbols are hashes, the pages' tokens as u32 little endian, if all of them are known; else empty.
     """
 

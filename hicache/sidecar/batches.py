@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Final
 
-from hicache.core.symbols import EXTRAS_SIZE
 from hicache.events import Cleared, Event, Removed, Stored
 from hicache.sidecar.residency import EVENT_BYTES
 
@@ -31,13 +30,14 @@ def split(event: Event, most: int) -> Iterator[Event]:
         if isinstance(event, Removed):
             yield replace(event, page_hashes=some)
         else:
-            width = len(event.symbols) // len(hashes)
+            width = len(event.tokens) // len(hashes)
             yield replace(
                 event,
                 page_hashes=some,
                 parent_hash=hashes[first - 1] if first else event.parent_hash,
                 first_page=event.first_page + first,
-                symbols=event.symbols[first * width : (first + most) * width],
+                symbols=b"",
+                tokens=event.tokens[first * width : (first + most) * width],
             )
 
 
@@ -66,20 +66,18 @@ def news(event: Stored, new: list[int], tokens: list[bytes]) -> Iterator[Stored]
             hashes[first:behind],
             hashes[first - 1] if first else event.parent_hash,
             event.first_page + first,
-            b"".join(tokens[first:behind]),
+            symbols=b"",
+            tokens=b"".join(tokens[first:behind]),
         )
         at = end
 
 
 def page_tokens(event: Stored, token_bytes: int) -> list[bytes]:
-    """The tokens of each page, or nothing where the event has none: trees of hashes have hashes for symbols."""
-    pages, symbols = len(event.page_hashes), event.symbols
-    if not token_bytes or not symbols or symbols == b"".join(event.page_hashes):
+    """The tokens of each page, or nothing where they are not told, or a page's size is not known."""
+    tokens = event.tokens
+    if not token_bytes or len(tokens) != token_bytes * len(event.page_hashes):
         return []
-    width = len(symbols) // pages
-    if len(symbols) != pages * width or width not in (token_bytes, token_bytes + EXTRAS_SIZE):
-        return []
-    return [symbols[at : at + token_bytes] for at in range(0, len(symbols), width)]
+    return [tokens[at : at + token_bytes] for at in range(0, len(tokens), token_bytes)]
 
 
 def packed(events: list[Event]) -> Iterator[tuple[tuple[Event, ...], int]]:
@@ -99,5 +97,5 @@ def packed(events: list[Event]) -> Iterator[tuple[tuple[Event, ...], int]]:
 def size_of(event: Event) -> int:
     """Bytes of its hashes and tokens."""
     if isinstance(event, Stored):
-        return sum(map(len, event.page_hashes)) + len(event.symbols)
+        return sum(map(len, event.page_hashes)) + len(event.tokens)
     return sum(map(len, event.page_hashes)) if isinstance(event, Removed) else 0

@@ -236,7 +236,7 @@ class WireFormat:
             "type": _STORED,
             "block_hashes": [self._hash(page_hash) for page_hash in event.page_hashes],
             "parent_block_hash": None if event.parent_hash is None else self._hash(event.parent_hash),
-            "token_ids": np.frombuffer(event.symbols, "<u4").tolist(),
+            "token_ids": np.frombuffer(event.tokens, "<u4").tolist(),
             "block_size": derived.base.page_size,
             "lora_id": None,
             "medium": medium,

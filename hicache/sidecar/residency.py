@@ -165,8 +165,8 @@ class _Run:
 
     def event(self, tier: Tier) -> Stored:
         scope, first = self.scope, self.first
-        tokens = b"".join(self.tokens)
-        return Stored(scope.namespace, scope.generation, tier, tuple(self.hashes), first[0], first[1], tokens)
+        hashes, tokens = tuple(self.hashes), b"".join(self.tokens)
+        return Stored(scope.namespace, scope.generation, tier, hashes, first[0], first[1], symbols=b"", tokens=tokens)
 
 
 class ResidencyTable:

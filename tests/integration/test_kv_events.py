@@ -47,7 +47,7 @@ class Prompt:
         self.hashes = tuple(glued[at : at + 32] for at in range(0, len(glued), 32))
 
     def stored(self, tier: Tier = Tier.HOST, *, generation: int = 0) -> Stored:
-        return Stored(self.namespace.digest, generation, tier, self.hashes, None, 0, self.ids.tobytes())
+        return Stored(self.namespace.digest, generation, tier, self.hashes, None, 0, b"", self.ids.tobytes())
 
     def removed(self, tier: Tier = Tier.HOST) -> Removed:
         return Removed(self.namespace.digest, 0, tier, self.hashes[::-1], "evicted")

@@ -138,15 +138,14 @@ def decode_finding(message: pb.Finding) -> Finding:
 
 
 def encode_event(event: Event) -> pb.ResidencyEvent:
-    """The event as a message. A tree of hashes has these as symbols: then there are no tokens to send."""
+    """The event as a message. Symbols do not travel: in trees of hashes they are the hashes once more."""
     message = pb.ResidencyEvent(namespace_digest=event.namespace, generation=event.generation)
     if isinstance(event, Stored):
-        hashes = b"".join(event.page_hashes)
         message.stored.tier = _TIERS[event.tier]
-        message.stored.page_hashes = hashes
+        message.stored.page_hashes = b"".join(event.page_hashes)
         message.stored.parent_hash = event.parent_hash or b""
         message.stored.first_page = event.first_page
-        message.stored.tokens = b"" if event.symbols == hashes else event.symbols
+        message.stored.tokens = event.tokens
     elif isinstance(event, Removed):
         message.removed.tier = _TIERS[event.tier]
         message.removed.page_hashes = b"".join(event.page_hashes)
@@ -173,7 +172,8 @@ def decode_event(message: pb.ResidencyEvent) -> Event:
             hashes,
             stored.parent_hash or None,
             stored.first_page,
-            stored.tokens or stored.page_hashes,
+            symbols=b"",
+            tokens=stored.tokens,
         )
     if kind == "removed":
         removed = message.removed

@@ -33,13 +33,12 @@ def chain(name: str, pages: int) -> tuple[bytes, ...]:
     return tuple(hashes)
 
 
-def tokens(pages: int) -> bytes:
+def token_bytes(pages: int) -> bytes:
     return np.arange(8 * pages, dtype="<u4").tobytes()
 
 
-def stored(hashes: tuple[bytes, ...], tier: Tier = Tier.HOST, *, first: int = 0, symbols: bytes = b"") -> Stored:
-    """Pages of a chain from its page `first` on."""
-    return Stored(DIGEST, 0, tier, hashes[first:], hashes[first - 1] if first else None, first, symbols)
+def stored(hashes: tuple[bytes, ...], tier: Tier = Tier.HOST, *, tokens: bytes = b"") -> Stored:
+    return Stored(DIGEST, 0, tier, hashes, None, 0, b"", tokens)
 
 
 def removed(hashes: tuple[bytes, ...], tier: Tier = Tier.HOST) -> Removed:
@@ -113,10 +112,12 @@ def test_only_the_news_of_an_event_is_told() -> None:
     """With two pages in the middle known already the rest comes as two runs, each with its own parent."""
     a = chain("a", 6)
     log = log_of()
-    log.append([Stored(DIGEST, 0, Tier.HOST, a[2:4], a[1], 2, b""), stored(a, symbols=tokens(6))], describe=describe)
+    log.append(
+        [Stored(DIGEST, 0, Tier.HOST, a[2:4], a[1], 2, b""), stored(a, tokens=token_bytes(6))], describe=describe
+    )
     assert events(log)[1:] == [
-        Stored(DIGEST, 0, Tier.HOST, a[:2], None, 0, tokens(6)[:64]),
-        Stored(DIGEST, 0, Tier.HOST, a[4:], a[3], 4, tokens(6)[128:]),
+        Stored(DIGEST, 0, Tier.HOST, a[:2], None, 0, b"", token_bytes(6)[:64]),
+        Stored(DIGEST, 0, Tier.HOST, a[4:], a[3], 4, b"", token_bytes(6)[128:]),
     ]
 
 
@@ -144,33 +145,25 @@ def test_tiers_are_apart() -> None:
 def test_tokens_are_told_once_and_known_in_every_tier() -> None:
     a = chain("a", 3)
     log = log_of()
-    log.append([stored(a, symbols=tokens(3)), stored(a, Tier.STORAGE), stored(a, Tier.DEVICE)], describe=describe)
-    assert [event.symbols for event in events(log) if isinstance(event, Stored)] == [tokens(3)] * 3
+    log.append([stored(a, tokens=token_bytes(3)), stored(a, Tier.STORAGE), stored(a, Tier.DEVICE)], describe=describe)
+    assert [event.tokens for event in events(log) if isinstance(event, Stored)] == [token_bytes(3)] * 3
 
 
-def test_hashes_of_a_tree_are_not_taken_for_tokens() -> None:
-    """At 8 tokens a page both have 32 bytes."""
+def test_tokens_of_a_namespace_that_nobody_describes_are_not_told() -> None:
+    """Whose pages have another size than all tokens together say, neither: nobody could cut them."""
     a = chain("a", 3)
     log = log_of()
-    log.append([stored(a, symbols=b"".join(a))], describe=describe)
-    assert events(log) == [stored(a)]
-
-
-def test_extras_are_no_tokens() -> None:
-    """A symbol with an extras digest behind it gives its tokens."""
-    a = chain("a", 2)
-    plain = tokens(2)
-    log = log_of()
-    log.append([stored(a, symbols=plain[:32] + bytes(16) + plain[32:] + bytes(range(16)))], describe=describe)
-    assert events(log) == [stored(a, symbols=plain)]
+    log.append([stored(a, tokens=token_bytes(3))])
+    log.append([stored(a[:2], Tier.STORAGE, tokens=token_bytes(3))], source="other", describe=describe)
+    assert [event.tokens for event in events(log) if isinstance(event, Stored)] == [b"", b""]
 
 
 def test_runs_with_and_without_tokens_are_apart() -> None:
     a = chain("a", 4)
     log = log_of()
-    log.append([stored(a[:2], symbols=tokens(2)), stored(a, Tier.DEVICE)], describe=describe)
+    log.append([stored(a[:2], tokens=token_bytes(2)), stored(a, Tier.DEVICE)], describe=describe)
     assert events(log)[1:] == [
-        Stored(DIGEST, 0, Tier.DEVICE, a[:2], None, 0, tokens(2)),
+        Stored(DIGEST, 0, Tier.DEVICE, a[:2], None, 0, b"", token_bytes(2)),
         Stored(DIGEST, 0, Tier.DEVICE, a[2:], a[1], 2, b""),
     ]
 
@@ -325,7 +318,7 @@ def test_long_events_are_taken_over_in_slices_and_in_order() -> None:
     a = chain("a", 3 * SLICE_PAGES + 1)
     later = Later()
     log = log_of(later=later)
-    log.append([stored(a, symbols=tokens(len(a)))], describe=describe)
+    log.append([stored(a, tokens=token_bytes(len(a)))], describe=describe)
     assert log.statistics().pages == SLICE_PAGES
     log.append([removed(a)], describe=describe)
     assert log.statistics().pages == 2 * SLICE_PAGES
@@ -337,7 +330,7 @@ def test_long_events_are_taken_over_in_slices_and_in_order() -> None:
     for batch in batches(log, FIRST):
         mirror.apply(batch)
     assert mirror.pages == set()
-    assert b"".join(event.symbols for event in mirror.events if isinstance(event, Stored)) == tokens(len(a))
+    assert b"".join(event.tokens for event in mirror.events if isinstance(event, Stored)) == token_bytes(len(a))
     assert [page for event in mirror.events if isinstance(event, Removed) for page in event.page_hashes] == [*a[::-1]]
 
 

@@ -42,8 +42,8 @@ def scope(*, geometry: hicache.KVGeometry = MHA, adapter: hicache.Adapter | None
 
 
 def event(tier: Tier = Tier.HOST) -> Stored:
-    symbols = b"".join(token.to_bytes(4, "little") for token in (1, 2, 3, 2**32 - 1))
-    return Stored(bytes(16), 0, tier, (b"\1" * 32, b"\2" * 32), PAGE, 1, symbols)
+    tokens = b"".join(token.to_bytes(4, "little") for token in (1, 2, 3, 2**32 - 1))
+    return Stored(bytes(16), 0, tier, (b"\1" * 32, b"\2" * 32), PAGE, 1, b"", tokens)
 
 
 STORED = BlockStored((b"\1" * 32, b"\2" * 32), PAGE, (1, 2, 3, 2**32 - 1), 2, "CPU")
