@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hicache.cli.output import Table, print_json, print_table
 from hicache.cli.settings import add_setting_arguments, settings_of
 from hicache.errors import ConfigError
-
-if TYPE_CHECKING:
-    from hicache.sidecar.settings import Settings
 
 HELP = "show or check the settings of a service"
 
@@ -41,6 +38,8 @@ def run(options: argparse.Namespace) -> int:
         options.config = options.file
     settings = settings_of(options)
     if options.what == "check":
+        from hicache.sidecar.checks import check_files
+
         warnings = check_files(settings)
         if options.json:
             print_json({"good": True, "warnings": warnings})
@@ -53,30 +52,6 @@ def run(options: argparse.Namespace) -> int:
     else:
         print_table(Table("settings", ("name", "value", "origin"), [(n, _cell(v), o) for n, v, o in rows], texts=3))
     return EXIT_FINE
-
-
-def check_files(settings: Settings) -> list[str]:
-    """Check all that can be checked without starting: the settings together, and the files they name.
-
-    Returns:
-        Warnings.
-
-    Raises:
-        ConfigError: a service would not start.
-    """
-    from hicache.sidecar.certificates import read_certificates
-    from hicache.sidecar.checks import check
-    from hicache.sidecar.quotas import agreed_quotas
-    from hicache.sidecar.tenants import read_tokens
-
-    check(settings)
-    config = settings.config
-    if not config.host.bytes:
-        raise ConfigError("host.bytes is not set: say how much memory engines may share, such as --host 8GiB")
-    certificates = read_certificates(config.tls)
-    if config.tokens.file:
-        agreed_quotas(config, read_tokens(config.tokens.file).quotas)
-    return list(certificates.warnings) if certificates is not None else []
 
 
 def _describe(*, as_json: bool) -> None:

@@ -42,6 +42,7 @@ _COMMANDS = {
         "unpin",
         "pins",
         "warm",
+        "doctor",
         "replay",
         "bench",
         "fsck",

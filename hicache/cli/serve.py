@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
+import json
 import sys
 from typing import TYPE_CHECKING
 
@@ -38,9 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Serve until a signal; the exit code is 0 whatever the drain had to drop."""
-    from hicache.cli.config import check_files
+    import asyncio
+
     from hicache.cli.main import EXIT_FINE
     from hicache.sidecar.app import serve
+    from hicache.sidecar.checks import check_files
     from hicache.sidecar.logs import set_up
 
     settings = settings_of(options)
@@ -57,8 +59,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _say(options: argparse.Namespace, document: dict[str, object], words: str) -> None:
-    import json
-
     (value,) = document.values()
     shown = ", ".join(value) if isinstance(value, list) else value or "nothing"
     sys.stdout.write(json.dumps(document) + "\n" if options.json else f"{words} {shown}\n")

@@ -22,8 +22,8 @@ _DIGEST: Final = 16
 _SHA256: Final = 32
 
 
-def add_service_arguments(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
-    """The address, and what goes with it."""
+def add_service_arguments(parser: argparse.ArgumentParser, *, required: bool = True, insecure: bool = True) -> None:
+    """The address, and what goes with it; `--insecure` only where nothing else has an option of that name."""
     parser.add_argument(
         "address",
         nargs=None if required else "?",
@@ -35,7 +35,10 @@ def add_service_arguments(parser: argparse.ArgumentParser, *, required: bool = T
     group.add_argument("--ca", metavar="FILE", help="authority of the service's certificate, PEM")
     group.add_argument("--cert", metavar="FILE", help="certificate to show, PEM")
     group.add_argument("--key", metavar="FILE", help="its private key, PEM")
-    group.add_argument("--insecure", action="store_true", help="without TLS: anyone on the way may read and change it")
+    if insecure:
+        group.add_argument(
+            "--insecure", action="store_true", help="without TLS: anyone on the way may read and change it"
+        )
     parser.add_argument("--timeout", default="10", metavar="SECONDS", help="for one call (default: 10)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
 

@@ -8,16 +8,19 @@ from urllib.parse import quote, urlencode
 from hicache.config import Config
 from hicache.errors import ConfigError
 from hicache.rpc.address import Address
+from hicache.rpc.transport import TRANSPORT_BYTES
+from hicache.sidecar.certificates import read_certificates
+from hicache.sidecar.quotas import agreed_quotas
 from hicache.sidecar.settings import Settings
+from hicache.sidecar.tenants import read_tokens
 from hicache.storage.registry import load_backend
 from hicache.storage.url import StorageUrl
 from hicache.units import format_size
 
-__all__ = ["addresses", "check", "storage_url"]
+__all__ = ["addresses", "check", "check_files", "storage_url"]
 
 _ENDPOINTS = ("tcp://", "ipc:///", "ipc://@")
 _SMALLEST_MESSAGE = 2**20
-_LARGEST_MESSAGE = 2**31 - 1  # lengths in gRPC's options are 32 bit and signed
 
 
 class _Wrong(Exception):  # noqa: N818  never leaves this module
@@ -41,6 +44,25 @@ def check(settings: Settings) -> None:
         _check_others(config)
     except _Wrong as wrong:
         raise ConfigError(f"{wrong.name} ({settings.origin(wrong.name)}): {wrong.text}") from None
+
+
+def check_files(settings: Settings) -> list[str]:
+    """`check`, and the files that settings name: all that can be checked without starting.
+
+    Returns:
+        Warnings.
+
+    Raises:
+        ConfigError: a service would not start.
+    """
+    check(settings)
+    config = settings.config
+    if not config.host.bytes:
+        raise ConfigError("host.bytes is not set: say how much memory engines may share, such as --host 8GiB")
+    certificates = read_certificates(config.tls)
+    if config.tokens.file:
+        agreed_quotas(config, read_tokens(config.tokens.file).quotas)
+    return list(certificates.warnings) if certificates is not None else []
 
 
 def addresses(config: Config) -> tuple[Address, ...]:
@@ -107,8 +129,10 @@ def _check_sizes(config: Config) -> None:
     host, limits = config.host, config.limits
     if host.pool_bytes > host.bytes:
         raise _Wrong("host.pool_bytes", f"{host.pool_bytes} is more than host.bytes, which is {host.bytes}")
-    if not _SMALLEST_MESSAGE <= limits.message_bytes <= _LARGEST_MESSAGE:
-        raise _Wrong("limits.message_bytes", f"{limits.message_bytes} is not between 1 MiB and 2 GiB")
+    if not _SMALLEST_MESSAGE <= limits.message_bytes <= TRANSPORT_BYTES:
+        raise _Wrong(
+            "limits.message_bytes", f"{limits.message_bytes} is not between 1 MiB and {format_size(TRANSPORT_BYTES)}"
+        )
     if not 4096 <= limits.chunk_bytes <= limits.message_bytes // 2:
         most = format_size(limits.message_bytes // 2)
         raise _Wrong("limits.chunk_bytes", f"{limits.chunk_bytes} is not between 4 KiB and half a message, {most}")

@@ -56,7 +56,7 @@ def test_what_fits(values: dict[str, Any]) -> None:
         ({"tenants__uids": '{"1": ""}'}, "'' is no name of a tenant"),
         ({"tenants__quotas": '{"a\\u0000": {"host": 1}}'}, "is no name of a tenant"),
         ({"host__bytes": "1GiB", "host__pool_bytes": "2GiB"}, "2 GiB is more than host.bytes, which is 1 GiB"),
-        ({"limits__message_bytes": "1KiB"}, "1 KiB is not between 1 MiB and 2 GiB"),
+        ({"limits__message_bytes": "1KiB"}, "1 KiB is not between 1 MiB and 64 MiB"),
         ({"limits__message_bytes": "2GiB"}, "2 GiB is not between"),
         ({"limits__chunk_bytes": "9MiB"}, "9 MiB is not between 4 KiB and half a message, 8 MiB"),
         ({"metrics__address": "/run/metrics"}, "give host:port"),
