@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -425,6 +426,30 @@ def test_a_clear_by_another_process_is_seen_within_the_bound() -> None:
         assert here.parts.core.trees[0].generation == 1
         assert here.flush()
         assert FakeEngine(there).run(tokens).storage == 10  # written under the new one
+        _at_rest(here)
+
+
+@pytest.mark.parametrize("clears_too", [False, True])
+def test_who_is_several_clears_behind_catches_up_within_the_bound(tmp_path: Path, clears_too: bool) -> None:
+    url, clock = f"file://{tmp_path}?refresh=0.01", ManualClock()
+    tokens, late = prompt(1, 41), prompt(2, 41)
+    with _open(url, clock=clock, generation_seconds=2.0) as here, _open(url) as there:
+        engine = FakeEngine(here)
+        engine.run(tokens)
+        assert here.flush()
+        for _ in range(3):
+            there.clear()
+        if clears_too:
+            here.clear()  # raises its own generation to the first, where storage has the third
+        assert engine.run(late).storage == 0
+        here.flush()  # what it writes now is of a generation that has ended
+        assert FakeEngine(there).run(late).missed == {MissReason.COLD: 10}
+        clock.advance(2.0)
+        _until(lambda: engine.run(tokens) and here.parts.core.trees[0].generation == 3)
+        assert engine.run(tokens).device == 10
+        assert here.flush()
+        assert FakeEngine(there).run(tokens).storage == 10
+        assert here.statistics().degraded == ()
         _at_rest(here)
 
 
