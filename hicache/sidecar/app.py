@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
@@ -67,6 +67,7 @@ class App:
         self._tokens = TokenFile(config.tokens.file) if config.tokens.file else None
         self._rpc: RpcServer | None = None
         self._storage: MeteredBackend | None = None
+        self._publisher: KvPublisher | None = None
         self.service: SidecarService
         self.addresses: tuple[Address, ...] = ()
         self.http: Address | None = None
@@ -108,8 +109,8 @@ class App:
         undo.push_async_callback(self._rpc.stop, 0.0)
         await self._rpc.start()
         self.addresses = self._rpc.addresses
-        await self._start_http()
         self._start_events()
+        await self._start_http()
         service.ready = True
         _log.info(
             "ready on %s with %s of host memory and %s",
@@ -139,7 +140,14 @@ class App:
             return
         everyone = Caller()
         metrics = Metrics(lambda: self.service.document(everyone), self._latencies)
-        server = HttpServer({"/metrics": metrics.page, "/healthz": self._health, "/readyz": self._ready})
+        pages: dict[str, Callable[[], Page | Awaitable[Page]]] = {
+            "/metrics": metrics.page,
+            "/healthz": self._health,
+            "/readyz": self._ready,
+        }
+        if self._publisher is not None:
+            pages["/kv_events/snapshot"] = self._kv_snapshot
+        server = HttpServer(pages)
         self._undo.push_async_callback(server.close)
         self.http = await server.start(Address.parse(self._config.metrics.address, listening=True))
         _log.info("metrics on %s", self.http)
@@ -147,7 +155,7 @@ class App:
     def _start_events(self) -> None:
         events = self._config.events
         if events.publish:
-            publisher = KvPublisher(
+            self._publisher = publisher = KvPublisher(
                 self.service.events,
                 publish=events.publish,
                 replay=events.replay or None,
@@ -174,6 +182,10 @@ class App:
     def _ready(self) -> Page:
         ready = self.service.ping(Caller()).ready
         return json_page({"ready": ready}, status=200 if ready else 503)
+
+    async def _kv_snapshot(self) -> Page:
+        assert self._publisher is not None
+        return Page(await self._publisher.snapshot(), "application/json")
 
     # ---- signals
 

@@ -6,9 +6,10 @@ It knows nothing of what it serves: each path has a function that gives a `Page`
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -64,12 +65,12 @@ class HttpServer:
     """Serves pages until it is closed. Made and used on the loop's thread.
 
     Args:
-        pages: path -> what gives its page; called on the loop's thread, so it must be quick. If it raises, that is
-            logged and answered with 500.
+        pages: path -> what gives its page, at once or when awaited; called on the loop's thread, so it must be quick.
+            If it raises, that is logged and answered with 500.
         seconds: for a request and its answer.
     """
 
-    def __init__(self, pages: Mapping[str, Callable[[], Page]], *, seconds: float = _SECONDS) -> None:
+    def __init__(self, pages: Mapping[str, Callable[[], Page | Awaitable[Page]]], *, seconds: float = _SECONDS) -> None:
         self._pages = dict(pages)
         self._seconds = seconds
         self._server: asyncio.Server | None = None
@@ -126,7 +127,7 @@ class HttpServer:
         except asyncio.IncompleteReadError:
             return
         else:
-            is_head, page = self._answer(head)
+            is_head, page = await self._answer(head)
         length = f"Content-Length: {len(page.body)}\r\nContent-Type: {page.content_type}\r\n"
         allow = "Allow: GET, HEAD\r\n" if page.status == 405 else ""
         first = f"HTTP/1.1 {page.status} {_PHRASES[page.status]}\r\n"
@@ -141,7 +142,7 @@ class HttpServer:
         while await reader.read(_HEAD):
             pass
 
-    def _answer(self, head: bytes) -> tuple[bool, Page]:
+    async def _answer(self, head: bytes) -> tuple[bool, Page]:
         """Whether only the head is wanted, and the page."""
         parts = head.split(b"\r\n", 1)[0].split(b" ")
         if len(parts) != 3 or not parts[2].startswith(b"HTTP/1."):
@@ -153,7 +154,8 @@ class HttpServer:
         if give is None:
             return method == "HEAD", _plain(404, f"known are: {', '.join(sorted(self._pages))}")
         try:
-            return method == "HEAD", give()
+            page = give()
+            return method == "HEAD", await page if inspect.isawaitable(page) else page
         except Exception:
             # A page that fails must not end the server, and its reader learns that it failed.
             _log.exception("a page of the HTTP server failed")

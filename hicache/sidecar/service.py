@@ -105,7 +105,7 @@ class SidecarService:
         self.boot = secrets.token_bytes(16)
         self.limits = session_limits(config)
         self.ready = False
-        self.events = EventLog()
+        self.events = EventLog(later=self.loop.call_soon_threadsafe)
         self.quotas = quotas
         self.pools = PoolTable(config, storage, quotas=quotas, publish=self.publish, closed=self._pool_closed)
         self.leases = LeaseBook(
