@@ -42,20 +42,28 @@ _COMMANDS = {
         "unpin",
         "pins",
         "warm",
+        "events",
         "doctor",
         "replay",
         "bench",
         "fsck",
+        "completion",
     )
 }
 
 
-class _Command(Protocol):
+class Command(Protocol):
+    """A module of `hicache.cli`."""
+
     HELP: str
 
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Give the subcommand's parser its options."""
+        ...
 
-    def run(self, options: argparse.Namespace) -> int: ...
+    def run(self, options: argparse.Namespace) -> int:
+        """Do it, and return the exit code."""
+        ...
 
 
 # argparse's words, and ours: the option, what was given, what is wrong with it.
@@ -113,16 +121,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def _dispatch(arguments: Sequence[str] | None) -> int:
+def build_parser() -> tuple[argparse.ArgumentParser, dict[str, Command]]:
+    """The parser of command lines, and the commands by their names."""
     parser = _Parser(prog="hicache", description="A hierarchical KV cache for LLM inference.")
     parser.add_argument("--version", action="version", version=f"hicache {version('hicache')}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
-    loaded: dict[str, _Command] = {}
+    loaded: dict[str, Command] = {}
     for name, module in _COMMANDS.items():
-        loaded[name] = cast("_Command", importlib.import_module(module))
+        loaded[name] = cast("Command", importlib.import_module(module))
         loaded[name].add_arguments(commands.add_parser(name, help=loaded[name].HELP, description=loaded[name].HELP))
+    return parser, loaded
+
+
+def _dispatch(arguments: Sequence[str] | None) -> int:
+    parser, commands = build_parser()
     options = parser.parse_args(arguments)
-    return loaded[options.command].run(options)
+    return commands[options.command].run(options)
 
 
 @contextlib.contextmanager
