@@ -240,7 +240,9 @@ class Events(_Section, frozen=True, kw_only=True):
     replay: Annotated[str, Meta(description="endpoint of the replay socket; empty: none")] = ""
     topic: Annotated[str, Meta(description="topic of the messages")] = ""
     encoding: Annotated[Literal["map", "array"], Meta(description="form of events; array is for old consumers")] = "map"
-    hashes: Annotated[Literal["bytes", "int64"], Meta(description="form of page hashes")] = "bytes"
+    hashes: Annotated[
+        Literal["int64", "bytes"], Meta(description="form of page hashes: their first 8 bytes as SGLang has it, or all")
+    ] = "int64"
     salts: Annotated[bool, Meta(description="tell salts to consumers; routers that separate by salt need them")] = False
     batches: Annotated[_Count, Meta(description="batches kept for replay")] = 10_000
     high_water: Annotated[_Count, Meta(description="batches queued for a slow consumer before it loses some")] = 100_000

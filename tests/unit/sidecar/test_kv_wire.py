@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -177,6 +178,24 @@ def test_events_and_media_that_are_not_known_are_not_taken_for_others() -> None:
 
 
 # ---- what we publish
+
+
+def test_the_examples_of_the_formats_are_true(repository: Path) -> None:
+    """The page that implementers read quotes both encodings of one message."""
+    document = "".join((repository / "proto" / "formats.md").read_text(encoding="utf-8").split())
+    geometry = hicache.KVGeometry.mha(1, kv_heads=1, head_dim=1, dtype="float16")
+    namespace = hicache.Namespace("m", geometry=geometry, page_size=2, hash="sha256").derive()
+    tokens = b"\1\0\0\0\2\0\0\0"
+    page_hash = namespace.hasher().extend(None, tokens, 1)
+    assert page_hash.hex() in document
+    for encoding in ("map", "array"):
+        form = WireFormat(encoding=encoding, hashes="int64")  # type: ignore[arg-type]
+        fields = form.stored(
+            Stored(namespace.digest, 0, Tier.HOST, (page_hash,), None, 0, b"", tokens),
+            Scope(1, None, namespace.digest, 0, namespace),
+        )
+        assert fields is not None
+        assert form.batch(12.5, [fields], 0).hex() in document
 
 
 @pytest.mark.parametrize("encoding", ["map", "array"])
