@@ -20,6 +20,11 @@ ROOT = Path(__file__).resolve().parent.parent
 CORE = ("tests/unit/core", "tests/property/test_core_machine.py")
 RUNTIME = ("tests/property/test_cache_machine.py",)
 RECORDINGS = ("tests/property/test_recordings.py",)
+HOSTED = (
+    "tests/property/test_hosted_machine.py",
+    "tests/integration/test_hosted.py",
+    "tests/unit/runtime/test_tokens.py",
+)
 CAUGHT = "caught"
 PLANNING = ("tests/unit/runtime/test_planner.py", "tests/property/test_load_or_recompute.py")
 
@@ -221,6 +226,48 @@ MUTANTS = (
 )
 
 HOST_TOP_MUTANTS = (
+    Mutant(
+        "tokens that were read are not hashed again",
+        "hicache/runtime/tokens.py",
+        "    return chain_of(tree).extend(page.parent, tokens + extras, 1) == page.hash\n",
+        "    return True\n",
+        HOSTED,
+    ),
+    Mutant(
+        "the tokens of a commit are believed",
+        "hicache/runtime/hosted.py",
+        "        if found != said:\n",
+        "        if False:\n",
+        HOSTED,
+    ),
+    Mutant(
+        "the tokens of a commit are not kept",
+        "hicache/runtime/hosted.py",
+        "                store.set(fresh, tokens[known * width :], extras[known * EXTRAS_SIZE :])\n",
+        "                pass\n",
+        HOSTED,
+    ),
+    Mutant(
+        "a prefetch ends only with the cache",
+        "hicache/runtime/hosting.py",
+        "            seconds = None if request.lease.closed else loading.advance()\n",
+        "            seconds = None if request.lease.closed else 1.0\n",
+        HOSTED,
+    ),
+    Mutant(
+        "a load that is cancelled keeps what it waits for",
+        "hicache/runtime/loading.py",
+        "            self.decision = self._loader.finish(self.lease, self.prefetch)\n",
+        "            pass\n",
+        HOSTED,
+    ),
+    Mutant(
+        "events of what fills tell the tokens of the page before",
+        "hicache/core/copies.py",
+        "self.registry.tokens is not None and end <= node.resident[HOST]",
+        "self.registry.tokens is not None and end <= len(node.slots[HOST])",
+        HOSTED,
+    ),
     core(
         "a slot is given away and its word stays",
         "residency.py",

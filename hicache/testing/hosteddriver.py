@@ -243,7 +243,7 @@ class HostedDriver:
             self._commit_for(client)
 
     def _commit_for(self, client: Client) -> None:
-        if client.request.lease.start is None or client.scope is None:
+        if not len(client.request.own) or client.scope is None:
             return
         life, request = self._life, client.request
         end = min(request.first + len(request.own), client.pages)
@@ -260,7 +260,7 @@ class HostedDriver:
     def _commit_wrongly(self) -> None:
         """Tokens that are not those of the hashes, missing ones, or pages without slots: nothing happens."""
         client = self._client()
-        if client is None or client.request.lease.start is None or client.scope is None:
+        if client is None or not len(client.request.own) or client.scope is None:
             return
         life, request = self._life, client.request
         first, end = client.committed, min(request.first + len(request.own), client.pages)
