@@ -302,11 +302,11 @@ class Scopes:
 
     def _resolved(self, scope: Scope, generation: int, asked: float) -> None:
         core, tree = self._reducer.core, scope.tree
-        if tree is None:
-            scope.tree = core.tree(
+        if tree is None:  # or one that was inherited from another process, with the generation of then
+            tree = scope.tree = core.tree(
                 scope.namespace.digest, width=self._width, hasher=scope.hasher, generation=generation
             )
-        elif generation > tree.generation:
+        if generation > tree.generation:
             scope.tree = core.clear(tree, generation)  # by another process
             self._reducer.sweeping = True
         scope.asking = scope.slow = False

@@ -81,6 +81,14 @@ class TokenStore:
         self._extras[slots] = np.frombuffer(extras, np.uint8).reshape(len(slots), EXTRAS_SIZE) if extras else 0
         self._known[slots] = True
 
+    def known(self, slots: Slots) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+        """Of each slot, whether its tokens are known."""
+        return self._known[slots]
+
+    def rows(self, slots: Slots) -> tuple[bytes, bytes]:
+        """Tokens and extras of these slots, each glued together as `set` takes them."""
+        return self._tokens[slots].tobytes(), self._extras[slots].tobytes()
+
     def tokens(self, slots: Slots) -> bytes:
         """Tokens of these slots, glued together; empty unless all of them are known."""
         return self._tokens[slots].tobytes() if self._known[slots].all() else b""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
+import socket
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -18,6 +20,8 @@ from hicache.rpc.service import Caller
 from hicache.sidecar import notify
 from hicache.sidecar.certificates import Certificates, read_certificates
 from hicache.sidecar.checks import addresses, storage_url
+from hicache.sidecar.estate import Estate
+from hicache.sidecar.heritage import take_over
 from hicache.sidecar.http import HttpServer, Page, json_page
 from hicache.sidecar.kv_events import KvPublisher
 from hicache.sidecar.lifeline import LifelineServer
@@ -25,8 +29,10 @@ from hicache.sidecar.metrics import Histogram, Metrics, histograms
 from hicache.sidecar.quotas import Quotas, agreed_quotas
 from hicache.sidecar.service import SidecarService
 from hicache.sidecar.sockets import claim
+from hicache.sidecar.takeover import TakeoverServer, send, wait_for_estate
 from hicache.sidecar.tenants import Authenticator, TokenFile
 from hicache.storage.registry import open_storage
+from hicache.storage.url import redacted
 from hicache.storage.wrappers import MeteredBackend
 from hicache.units import format_size
 
@@ -34,6 +40,15 @@ _log = logging.getLogger("hicache.sidecar")
 
 _LINGER = 0.5
 """Seconds for which calls go on after everything was drained, so that last answers leave."""
+
+_LET_GO = 1.0
+"""Seconds for clients to finish the copies that they are in the middle of."""
+
+_PATIENCE = 30.0
+"""Seconds for a service to end behind its drain: it hashes all of its memory."""
+
+STORE_NAME = "hicache"
+"""Of the descriptors that systemd keeps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,42 +82,54 @@ class App:
         self._tokens = TokenFile(config.tokens.file) if config.tokens.file else None
         self._rpc: RpcServer | None = None
         self._storage: MeteredBackend | None = None
+        self._takeover: TakeoverServer | None = None
         self._publisher: KvPublisher | None = None
         self.service: SidecarService
         self.addresses: tuple[Address, ...] = ()
         self.http: Address | None = None
 
-    async def start(self) -> None:
+    async def start(self, *, takeover: bool = False) -> None:
         """Begin everything, or nothing.
+
+        Args:
+            takeover: as in `serve`.
 
         Raises:
             ConfigError: memory, sockets, ports, certificates or tokens that cannot be had.
             StorageError: storage cannot be opened.
         """
         try:
-            await self._start()
+            await self._start(takeover)
         except BaseException:
             await self._undo.aclose()
             raise
 
-    async def _start(self) -> None:
+    async def _start(self, takeover: bool) -> None:
         config, undo = self._config, self._undo
         if not config.host.bytes:
             raise ConfigError("host.bytes is not set: say how much memory engines may share, such as --host 8GiB")
         check_memory(int(config.host.bytes), "the host memory of this service")
         certificates = read_certificates(config.tls)
         quotas = Quotas(self._limits())
+        estate = await self._estate(takeover)
         for address in self._listening:
             if address.is_unix:
                 undo.callback(claim(address.path).release)
         storage = self._storage = await self._open_storage()
         lifelines = LifelineServer(limit=config.limits.connections, grace=config.leases.grace)
-        self.service = service = SidecarService(config, quotas=quotas, storage=storage, lifelines=lifelines)
+        name = redacted(storage_url(config) or "")
+        self.service = service = SidecarService(
+            config, quotas=quotas, storage=storage, storage_name=name, lifelines=lifelines
+        )
         lifelines.boot = service.boot
         undo.push_async_callback(lifelines.close)
         for address in self._listening:
             if address.is_unix:
                 await lifelines.listen(address.lifeline, mode=config.listen.socket_mode)
+                if self._takeover is None:
+                    self._takeover = TakeoverServer(self.stop)
+                    self._takeover.listen(address.path)
+                    undo.callback(self._takeover.close)
         authenticate = Authenticator(config, self._tokens, uid_of=lifelines.uid_of)
         listeners = [self._listener(address, certificates) for address in self._listening]
         self._rpc = RpcServer(service, listeners, authenticate=authenticate)
@@ -111,6 +138,9 @@ class App:
         self.addresses = self._rpc.addresses
         self._start_events()
         await self._start_http()
+        if estate is not None:
+            pages = await take_over(service.pools, estate, storage=name)
+            _log.info("%d pages taken over from a service of version %s", pages, estate.server)
         service.ready = True
         _log.info(
             "ready on %s with %s of host memory and %s",
@@ -119,6 +149,18 @@ class App:
             "storage" if storage is not None else "no storage",
         )
         notify.notify("READY=1", f"STATUS=serving on {self.addresses[0]}")
+
+    async def _estate(self, takeover: bool) -> Estate | None:
+        sockets = [address.path for address in self._listening if address.is_unix]
+        if takeover and not sockets:
+            raise ConfigError("--takeover goes over a Unix socket, and there is none among listen.addresses")
+        estate = await asyncio.to_thread(_inherited)
+        if estate is None and takeover:
+            patience = 2 * self._config.drain.seconds + _PATIENCE
+            estate = await asyncio.to_thread(wait_for_estate, sockets[0], seconds=patience)
+        if estate is not None:
+            self._undo.callback(estate.close)
+        return estate
 
     async def _open_storage(self) -> MeteredBackend | None:
         url = storage_url(self._config)
@@ -215,22 +257,74 @@ class App:
         await self._stop.wait()
 
     async def close(self) -> Ended:
-        """Drain to the configured deadline, then end everything, in the reverse order of the start."""
+        """Drain to the configured deadline, then end everything, in the reverse order of the start.
+
+        What lies in memory is left to the next service, if one has asked for it or systemd keeps descriptors.
+        """
         notify.notify("STOPPING=1", "STATUS=draining")
-        if self._rpc is not None:
-            self._rpc.set_ready(False)
-        dropped = await self.service.drain(self._config.drain.seconds)
-        if self._rpc is not None:
-            await self._rpc.stop(_LINGER)
+        seconds = self._config.drain.seconds
+        end = asyncio.get_running_loop().time() + seconds
+        assert self._rpc is not None
+        self._rpc.set_ready(False)
+        leases = await self.service.drain(seconds)
+        await self._rpc.stop(_LINGER)
+        await self._let_go()
+        heir = None if self._takeover is None else self._takeover.heir
+        stores = notify.keeps_descriptors()
+        left = max(_LINGER, end - asyncio.get_running_loop().time())
+        ending = await self.service.close(left, leave=heir is not None or stores)
         await self._undo.aclose()
-        return Ended(dropped)
+        if ending.estate is not None:
+            await asyncio.to_thread(_leave, ending.estate, heir)
+        dropped = {"leases": leases, "pages": ending.dropped_pages}
+        return Ended({what: count for what, count in dropped.items() if count})
+
+    async def _let_go(self) -> None:
+        """Give clients a moment to say that they touch nothing any more: what they may touch is left to nobody."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + _LET_GO
+        while len(self.service.leases) and loop.time() < end:
+            await self.service.changed(end)
 
 
-async def serve(config: Config, *, started: Callable[[App], None] | None = None) -> Ended:
+def _leave(estate: Estate, heir: socket.socket | None) -> None:
+    try:
+        if heir is not None:
+            with heir:
+                send(heir, estate)
+        else:
+            document = estate.document()
+            try:
+                notify.store(STORE_NAME, [document, *estate.descriptors])
+            finally:
+                os.close(document)
+    finally:
+        estate.close()
+
+
+def _inherited() -> Estate | None:
+    """What an earlier service has left with systemd, if anything."""
+    kept = [fd for name, fd in notify.stored() if name == STORE_NAME]
+    if kept:
+        notify.unstore(STORE_NAME)
+        try:
+            return Estate.read(kept[0], kept[1:])
+        except ConfigError as error:
+            _log.warning("%s", error)
+            for fd in kept[1:]:
+                os.close(fd)
+            return None
+        finally:
+            os.close(kept[0])
+    return None
+
+
+async def serve(config: Config, *, takeover: bool = False, started: Callable[[App], None] | None = None) -> Ended:
     """Run a service until SIGTERM or SIGINT.
 
     Args:
         config: checked settings.
+        takeover: let the service that runs at the first Unix socket end, and take its memory over.
         started: called when it takes requests.
 
     Raises:
@@ -238,7 +332,7 @@ async def serve(config: Config, *, started: Callable[[App], None] | None = None)
     """
     app = App(config)
     loop = asyncio.get_running_loop()
-    await app.start()
+    await app.start(takeover=takeover)
     for number, call in ((signal.SIGTERM, app.stop), (signal.SIGINT, app.stop), (signal.SIGHUP, app.reload)):
         loop.add_signal_handler(number, call)
     if started is not None:

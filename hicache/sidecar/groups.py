@@ -13,7 +13,8 @@ from hicache.errors import GeometryError
 
 if TYPE_CHECKING:
     from hicache.rpc.service import Notice
-    from hicache.sidecar.pools import Pool
+    from hicache.sidecar.pool import Pool
+    from hicache.sidecar.processes import Peer
 
 Rank = tuple[int, int]
 """(place among the ranks that share the heads, pipeline stage)"""
@@ -21,6 +22,11 @@ Rank = tuple[int, int]
 
 class Life(Protocol):
     """A process that may touch shared memory, as its lifeline shows it."""
+
+    @property
+    def peer(self) -> Peer:
+        """Which process it is."""
+        ...
 
     @property
     def gone(self) -> bool:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Final
 
-__all__ = ["is_supervised", "notify", "reloading", "store", "stored", "unstore"]
+__all__ = ["is_supervised", "keeps_descriptors", "notify", "reloading", "store", "stored", "unstore"]
 
 _FIRST: Final = 3
 """Where descriptors that are passed on begin."""
@@ -28,6 +28,11 @@ _MOST: Final = 253
 def is_supervised(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether anyone listens."""
     return bool(environment.get("NOTIFY_SOCKET"))
+
+
+def keeps_descriptors(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether systemd keeps descriptors for this unit (`FileDescriptorStoreMax`)."""
+    return is_supervised(environment) and environment.get("FDSTORE", "0") not in ("", "0")
 
 
 def notify(*lines: str, descriptors: Sequence[int] = (), environment: Mapping[str, str] = os.environ) -> bool:

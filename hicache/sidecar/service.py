@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import secrets
 from collections.abc import AsyncIterator, Container, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -35,11 +36,15 @@ from hicache.rpc.service import (
     Welcome,
 )
 from hicache.sidecar.diagnosis import diagnose
+from hicache.sidecar.estate import Estate, HeldPool
 from hicache.sidecar.events import EventLog
 from hicache.sidecar.groups import Group, Member
+from hicache.sidecar.heritage import estate_of, left_of
+from hicache.sidecar.heritage import leave as leave_pool
 from hicache.sidecar.leases import HeldLease, LeaseBook, LeaseStatistics
 from hicache.sidecar.pins import Pins, PinStatistics
-from hicache.sidecar.pools import Pool, PoolTable
+from hicache.sidecar.pool import Pool
+from hicache.sidecar.pools import PoolTable
 from hicache.sidecar.quotas import Quotas
 from hicache.sidecar.session import SidecarSession
 from hicache.sidecar.waiting import Changes
@@ -74,6 +79,19 @@ class ServiceStatistics:
     degraded: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How it ended.
+
+    Attributes:
+        dropped_pages: pages that were on their way to storage, or from it.
+        estate: what is left to the next service; its descriptors are the caller's to close. None: nothing.
+    """
+
+    dropped_pages: int
+    estate: Estate | None
+
+
 class SidecarService:
     """Implements `hicache.rpc.service.Service`. Made and used on the loop's thread.
 
@@ -81,6 +99,7 @@ class SidecarService:
         config: its settings.
         quotas: what tenants may hold.
         storage: the store of all pools, or None; closed by whoever opened it.
+        storage_name: names that store without its secrets.
         lifelines: where clients' lifelines arrive; None where no Unix socket is listened on.
 
     Attributes:
@@ -98,6 +117,7 @@ class SidecarService:
         *,
         quotas: Quotas,
         storage: StorageBackend | None = None,
+        storage_name: str = "",
         lifelines: LifelineServer | None = None,
     ) -> None:
         self.loop = asyncio.get_running_loop()
@@ -107,6 +127,7 @@ class SidecarService:
         self.ready = False
         self.events = EventLog(later=self.loop.call_soon_threadsafe)
         self.quotas = quotas
+        self.storage_name = storage_name
         self.pools = PoolTable(config, storage, quotas=quotas, publish=self.publish, closed=self._pool_closed)
         self.leases = LeaseBook(
             self.loop.time,
@@ -388,24 +409,45 @@ class SidecarService:
 
     # ---- the end
 
-    async def drain(self, seconds: float) -> dict[str, int]:
-        """Take no new work, let clients finish and storage take what waits, at most for so long.
-
-        Returns:
-            What was dropped, by name; empty when nothing was.
-        """
+    async def drain(self, seconds: float) -> int:
+        """Take no new work, and let clients finish, at most for so long. Returns the leases that are left."""
         self._draining = True
         end = self.loop.time() + seconds
-        for session in self._sessions.values():
+        for session in self.sessions:
             session.tell(Draining(seconds))
         while len(self.leases) and self.loop.time() < end:
             await self._changes.wait(end)
-        dropped = {"leases": len(self.leases)}
-        dropped["pages_not_stored"] = await self.pools.close(end)
+        return len(self.leases)
+
+    async def changed(self, until: float) -> None:
+        """Wait until a lease's slots were freed, at most until a moment of the loop's clock."""
+        await self._changes.wait(until)
+
+    async def close(self, seconds: float, *, leave: bool = False) -> Ending:
+        """End everything, when all sessions have: write down what storage lacks, give the memory back, or leave it.
+
+        Args:
+            seconds: for storage to take what waits.
+            leave: make an estate of the memory, for the next service.
+        """
+        self._draining = True
+        end = self.loop.time() + seconds
         if self._timer is not None:
             self._timer.cancel()
+        await self.pools.settle()
+        for pool in self.pools:
+            self.pins.leave(pool)
+        parts: list[tuple[HeldPool, list[int]]] = []
+        dropped = 0
+        if leave:
+            for pool in self.pools:
+                kept = left_of(pool, list(self.leases))
+                dropped += await asyncio.to_thread(pool.end, max(0.0, end - self.loop.time()))
+                held, descriptors = await asyncio.to_thread(leave_pool, pool, kept)
+                parts.append((held, [os.dup(fd) for fd in descriptors]))
+        dropped += await self.pools.close(max(0.0, end - self.loop.time()))
         self.events.close()
-        return {what: count for what, count in dropped.items() if count}
+        return Ending(dropped, estate_of(parts, storage=self.storage_name) if leave else None)
 
 
 def _sees_all(caller: Caller) -> bool:

@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hicache.core.reasons import RequestCounts
-from hicache.errors import InvalidInput, LimitExceeded, NamespaceError, NotFound, OutOfSlots, PermissionDenied
+from hicache.errors import (
+    InvalidInput,
+    LeaseExpired,
+    LimitExceeded,
+    NamespaceError,
+    NotFound,
+    OutOfSlots,
+    PermissionDenied,
+)
 from hicache.rpc.service import (
     ArenaView,
     Attached,
@@ -27,6 +35,7 @@ from hicache.rpc.service import (
     Revoked,
     Welcome,
 )
+from hicache.runtime.scopes import PATIENCE
 from hicache.sidecar.groups import Group, Member
 
 if TYPE_CHECKING:
@@ -34,7 +43,8 @@ if TYPE_CHECKING:
     from hicache.runtime.scopes import Scope
     from hicache.sidecar.leases import HeldLease
     from hicache.sidecar.lifeline import Lifeline
-    from hicache.sidecar.pools import Pool, PoolTable
+    from hicache.sidecar.pool import Pool
+    from hicache.sidecar.pools import PoolTable
     from hicache.sidecar.service import SidecarService
 
 HASH_BYTES = 32
@@ -178,7 +188,10 @@ class SidecarSession:
         found = await self._scope(place, scope, until)
         if self._ended:
             raise NotFound("lease: the session has ended")
-        request = place.pool.cache.request(found, page_hashes, tokens=tokens, limit=limit, priority=priority)
+        request = await place.pool.request(found, page_hashes, tokens=tokens, limit=limit, priority=priority)
+        if self._ended:
+            request.close(aborted=True)
+            raise NotFound("lease: the session has ended")
         lease = self._service.leases.open(place.group, place.member, request)
         slots = request.usable
         return Leased(
@@ -203,6 +216,8 @@ class SidecarSession:
         except asyncio.CancelledError:
             loading.cancel()
             raise
+        if not await pool.proven(held.request):
+            raise LeaseExpired(f"lease {lease}: pages of it were found to be damaged; lease again")
         slots = held.request.usable
         return Loaded(_packed(slots), pool.words_of(slots), held.request.match.storage)
 
@@ -395,6 +410,11 @@ class SidecarSession:
         found = find()
         while found is not None and found.tree is None and found.asking and self._loop.time() < until:
             await place.pool.changes.wait(until)
+        if found is not None and found.tree is not None:
+            soon = min(until, self._loop.time() + PATIENCE)
+            while place.pool.cache.unconfirmed(found) and self._loop.time() < soon:
+                await place.pool.changes.wait(soon)
+            found.slow = found.slow or place.pool.cache.unconfirmed(found)
         return found if found is not None and found.tree is not None else None
 
 

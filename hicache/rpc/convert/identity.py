@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from typing import Final
 
+from google.protobuf.message import DecodeError
+
 from hicache.core.identity import Adapter, Namespace
 from hicache.core.layout import KVGeometry, LayerGroup
-from hicache.errors import GeometryError, NamespaceError
+from hicache.errors import GeometryError, InvalidInput, NamespaceError
 from hicache.rpc.service import RequestScope
 from hicache.rpc.v1 import identity_pb2 as pb
 
@@ -103,6 +105,23 @@ def decode_namespace(message: pb.Namespace) -> Namespace:
         scales=message.scales if message.HasField("scales") else None,
         numerics=message.numerics if message.HasField("numerics") else None,
     )
+
+
+def namespace_to_bytes(namespace: Namespace) -> bytes:
+    """A namespace as it travels, as bytes."""
+    return encode_namespace(namespace).SerializeToString()
+
+
+def namespace_from_bytes(data: bytes) -> Namespace:
+    """From bytes.
+
+    Raises:
+        InvalidInput: they are no namespace, or one that cannot be.
+    """
+    try:
+        return decode_namespace(pb.Namespace.FromString(data))
+    except DecodeError:
+        raise InvalidInput("bytes that are no namespace") from None
 
 
 def encode_scope(scope: RequestScope) -> pb.Scope:
