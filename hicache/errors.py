@@ -59,7 +59,7 @@ class TraceError(InvalidInput):
     """A trace that cannot be read."""
 
 
-class HashMismatch(InvalidInput):  # noqa: N818  says what it is
+class HashMismatch(InvalidInput):
     """Tokens of a commit that are not those of their page hashes. Nothing was published."""
 
 
