@@ -51,15 +51,16 @@ def run(options: argparse.Namespace) -> int:
     set_up(settings.config.log)
 
     def started(app: App) -> None:
-        _say(options, {"addresses": [str(address) for address in app.addresses]}, "serving on")
+        listening = [str(address) for address in app.addresses]
+        document = {"addresses": listening, "metrics": None if app.http is None else str(app.http)}
+        _say(document if options.json else f"serving on {', '.join(listening)}")
 
-    ended = asyncio.run(serve(settings.config, started=started))
-    _say(options, {"dropped": ended.dropped}, "ended; dropped")
+    ended = asyncio.run(serve(settings.config, takeover=options.takeover, started=started))
+    dropped = ", ".join(f"{count:,} {what.replace('_', ' ')}" for what, count in ended.dropped.items())
+    _say({"dropped": ended.dropped} if options.json else f"ended; dropped {dropped or 'nothing'}")
     return EXIT_FINE
 
 
-def _say(options: argparse.Namespace, document: dict[str, object], words: str) -> None:
-    (value,) = document.values()
-    shown = ", ".join(value) if isinstance(value, list) else value or "nothing"
-    sys.stdout.write(json.dumps(document) + "\n" if options.json else f"{words} {shown}\n")
+def _say(what: dict[str, object] | str) -> None:
+    sys.stdout.write(f"{what if isinstance(what, str) else json.dumps(what)}\n")
     sys.stdout.flush()
