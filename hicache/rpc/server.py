@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -110,7 +111,7 @@ class RpcServer:
         Raises:
             ConfigError: an address that is taken or cannot be bound, or certificates that gRPC refuses.
         """
-        addresses = []
+        addresses: list[Address] = []
         try:
             for listener in self._listeners:
                 server = self._server(listener)
@@ -120,6 +121,9 @@ class RpcServer:
                 await server.start()
         except BaseException:
             await self.stop(0.0)
+            for address in addresses:
+                if address.is_unix:  # gRPC removes only the socket of a server that was started
+                    Path(address.path).unlink(missing_ok=True)
             raise
         self.addresses = tuple(addresses)
         self.set_ready(True)
@@ -246,6 +250,7 @@ def _peer(listener: Listener, context: Context) -> Peer:
 def _bind(server: aio.Server, listener: Listener) -> Address:
     address, credentials = listener.address, listener.credentials
     target = address.target
+    _check_free(address)
     before = os.umask(~listener.socket_mode & 0o777) if address.is_unix else None
     try:
         port = server.add_insecure_port(target) if credentials is None else server.add_secure_port(target, credentials)
@@ -255,8 +260,20 @@ def _bind(server: aio.Server, listener: Listener) -> Address:
         if before is not None:
             os.umask(before)
     if not port:
-        raise ConfigError(f"cannot listen on {address}: it is taken, or not an address of this machine")
+        wrong = "gRPC refuses it" if credentials is None else "gRPC refuses it: are certificate and key a pair?"
+        raise ConfigError(f"cannot listen on {address}: {wrong}")
     if address.is_unix:
         Path(address.path).chmod(listener.socket_mode)
         return address
     return replace(address, port=port)
+
+
+def _check_free(address: Address) -> None:
+    """See whether a TCP address can be bound, as gRPC does not tell why it cannot."""
+    if address.is_unix:
+        return
+    try:
+        family, _, _, _, where = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0]
+        socket.create_server(where[:2], family=family).close()
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {address}: {error.strerror or error}") from None

@@ -1,6 +1,6 @@
 """Whatever a client sends: each message is answered in words or ends its own stream, and nothing stays behind.
 
-`RPC_FUZZ_MESSAGES` says how many messages each of the two runs sends; 20,000 by default, 100,000 in long runs.
+`RPC_FUZZ_MESSAGES` says how many messages each of the two runs sends; 10,000 by default, 100,000 in long runs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hicache.testing.loops import run
 from hicache.testing.rpcservice import FakeService
 from hicache.testing.rpcstream import ATTACH, GOODBYE, HASHES, HELLO, RAW_TOKENS, Served
 
-MESSAGES = int(os.environ.get("RPC_FUZZ_MESSAGES", "20000"))
+MESSAGES = int(os.environ.get("RPC_FUZZ_MESSAGES", "10000"))
 PER_STREAM = 200
 LIMITS = Limits(message_bytes=20_000, pages=6, leases=8, requests=40, chunk_bytes=32)
 CODES = {error_pb2.Reason.Value(name) for name in error_pb2.Reason.keys()}  # noqa: SIM118  not a mapping
