@@ -36,7 +36,6 @@ from hicache.runtime.pools import Pools
 from hicache.runtime.port import StoragePort
 from hicache.runtime.ringing import LoopRinger
 from hicache.runtime.scopes import Scope
-from hicache.runtime.statistics import CacheStatistics
 from hicache.runtime.wiring import HASH_SIZE, settings_of, wire
 from hicache.storage.base import StorageBackend
 
@@ -330,10 +329,6 @@ class HostedCache(LeasingCache):
         """
         _pages_in(page_hashes)
         return Prompt(page_hashes, HASH_SIZE, scope.hasher)
-
-    def statistics(self) -> CacheStatistics:
-        """A snapshot. May be called at any time, also after `close`, on any thread."""
-        return super().statistics()
 
     def __repr__(self) -> str:
         storage = "storage" if self._attached else "no storage"

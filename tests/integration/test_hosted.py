@@ -23,6 +23,7 @@ from hicache.runtime.hosting import PREFETCHES, HostedCache, open_hosted
 from hicache.storage.base import StorageBackend
 from hicache.storage.codec import decode_header
 from hicache.storage.memory import MemoryBackend
+from hicache.testing.clock import ManualClock
 from hicache.testing.engine import prompt, small_namespace
 from hicache.testing.faults import FaultyStorage, delay, fail
 from hicache.testing.gates import Gate
@@ -349,6 +350,29 @@ def test_a_namespace_that_storage_does_not_tell_about_goes_past_until_it_does(op
     storage.always("generation", None)
     assert loop.run(tokens, scope=loop.scope(tenant="a")) == 0
     assert loop.run(tokens, scope=loop.scope(tenant="a")) == 2
+
+
+def test_a_clear_by_another_process_is_met_before_the_next_request(opened: Open) -> None:
+    """A generation that is due is asked for at the first request, which can wait a moment for the answer."""
+    gate, storage, clock = Gate(opened=True), FaultyStorage(MemoryBackend()), ManualClock()
+    loop, tokens = opened(storage, clock=clock, generation_seconds=1.0), prompt(1, 8)
+    loop.run(tokens)
+    scope = loop.scope()
+    assert not loop.cache.unconfirmed(scope)
+    storage.clear(scope.namespace.digest, 1)  # another process does that
+    gate.close()
+    storage.always("generation", delay(gate))
+    clock.advance(2.0)
+    assert loop.cache.scope() is scope
+    gate.until_arrived()
+    assert loop.cache.unconfirmed(scope)
+    scope.slow = True  # a request has waited in vain: nobody waits any more
+    assert not loop.cache.unconfirmed(scope)
+    assert loop.cache.match(scope, page_hashes(scope, tokens)).pages == 2
+    gate.open()
+    loop.until(lambda: not scope.asking)
+    assert not loop.cache.unconfirmed(scope)
+    assert loop.run(tokens) == 0
 
 
 @pytest.mark.case("THR-5")
