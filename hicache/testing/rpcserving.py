@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
@@ -41,7 +40,6 @@ def run(main: Coroutine[Any, Any, None]) -> None:
             await main
 
     asyncio.run(bounded())
-    gc.collect()  # gRPC's thread ends with the last of its objects, and errors keep some of them in cycles
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -1,0 +1,41 @@
+"""Clients that know nothing but the .proto files."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from hicache.config import Config, Host, Listen
+from hicache.testing.serving import ServedApp
+from hicache.units import parse_size
+
+
+def run_example(repository: Path, folder: Path, address: str) -> subprocess.CompletedProcess[str]:
+    """Run it where of hicache there is only a copy of the generated code."""
+    package = folder / "hicache" / "rpc" / "v1"
+    package.mkdir(parents=True)
+    for path in (repository / "hicache" / "rpc" / "v1").glob("*.py"):
+        shutil.copy(path, package)
+    shutil.copy(repository / "proto" / "example_client.py", folder)
+    alone = "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in repr(f)]; "
+    code = alone + "import runpy, hicache; assert hicache.__file__ is None; sys.argv = sys.argv[1:]; "
+    code += "runpy.run_path(sys.argv[0], run_name='__main__')"
+    return subprocess.run(
+        [sys.executable, "-c", code, "example_client.py", address],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+
+def test_a_page_is_stored_and_loaded_by_generated_code_alone(repository: Path, tmp_path: Path) -> None:
+    """Forty lines against a whole service: the bytes of a page go in and come out as they were."""
+    config = Config(listen=Listen(addresses=(f"unix://{tmp_path}/s",)), host=Host(bytes=parse_size("4MiB")))
+    with ServedApp(config):
+        done = run_example(repository, tmp_path / "client", f"unix:{tmp_path}/s")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "16384 bytes came back as they were\n"
