@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, Final, Self, TypeVar
 
 import grpc
@@ -152,10 +152,12 @@ class AdminClient:
         reply = self._call(self._stub.Diagnose, pb.DiagnoseRequest(), seconds=6 * self._timeout)
         return tuple(map(decode_finding, reply.findings))
 
-    def watch_events(self, from_sequence: int = 0) -> Iterator[EventBatch]:
-        """Residency events from a number on, without end; 0 begins with a snapshot."""
+    def watch_events(self, from_sequence: int = 0) -> Generator[EventBatch, None, None]:
+        """Residency events from a number on, without end; 0 begins with a snapshot. Close it to leave."""
         request = pb.WatchEventsRequest(from_sequence=from_sequence)
-        return map(decode_batch, self._stream(self._stub.WatchEvents, request))
+        with contextlib.closing(self._stream(self._stub.WatchEvents, request)) as messages:
+            for message in messages:
+                yield decode_batch(message)
 
     def _call(self, call: Callable[..., T], request: Any, *, seconds: float | None = None) -> T:
         try:
@@ -163,7 +165,7 @@ class AdminClient:
         except grpc.RpcError as error:
             raise self._error(error) from None
 
-    def _stream(self, call: Callable[..., Any], request: Any) -> Iterator[Any]:
+    def _stream(self, call: Callable[..., Any], request: Any) -> Generator[Any, None, None]:
         replies = call(request, metadata=self._metadata)
         try:
             yield from replies
