@@ -1,0 +1,242 @@
+"""Real services and their clients as processes, for tests that kill, stop and restart them.
+
+`python -m hicache.testing.sidecars ADDRESS --seed N` is a client: until it is told to stop it leases, reads and
+compares every byte, computes what is missing and commits it, and prints what it has seen as one JSON document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from hicache.core.identity import Namespace
+from hicache.core.layout import KVGeometry
+from hicache.core.prompt import Prompt
+from hicache.core.symbols import symbols
+from hicache.errors import HicacheError, OutOfSlots
+
+__all__ = ["ServiceProcess", "WorkerProcess", "namespace_of", "page_content"]
+
+START_SECONDS: Final = 30.0
+_PAGE_SIZE: Final = 16
+
+
+def namespace_of(page_bytes: int, *, model: str = "testing/model") -> Namespace:
+    """A namespace whose pages have so many bytes, a multiple of 8 KiB."""
+    layers, rest = divmod(page_bytes, 2 * 2 * 128 * _PAGE_SIZE)
+    if rest or not layers:
+        raise ValueError(f"{page_bytes} is no multiple of {2 * 2 * 128 * _PAGE_SIZE}")
+    geometry = KVGeometry.mha(layers, kv_heads=1, head_dim=128, dtype="bfloat16")
+    return Namespace(model, geometry=geometry, page_size=_PAGE_SIZE, hash="sha256")
+
+
+def page_content(page_hash: bytes, page_bytes: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    """What stands in a page: it follows from the page's hash, so that bytes of any other page show."""
+    block = np.frombuffer(page_hash * (4096 // len(page_hash)), np.uint8)
+    pages = np.tile(block, -(-page_bytes // len(block)))[:page_bytes].reshape(-1, 4096).copy()
+    pages[:, 0] ^= np.arange(len(pages), dtype=np.uint8)
+    return pages.reshape(-1)
+
+
+class ServiceProcess:
+    """`hicache serve` as a process of its own; a context manager that ends it.
+
+    Args:
+        folder: for its socket.
+        options: more flags.
+
+    Attributes:
+        address: where it listens.
+        process: the process.
+    """
+
+    def __init__(self, folder: Path, *options: str, takeover: bool = False, host: str = "64MiB") -> None:
+        self.address = f"unix://{folder / 'service.sock'}"
+        command = [sys.executable, "-m", "hicache", "serve", "--listen", self.address, "--host", host, "--json"]
+        self.process = subprocess.Popen(
+            [*command, *options, *(["--takeover"] if takeover else [])], stdout=subprocess.PIPE, text=True
+        )
+        self.ready = self._line()
+
+    def _line(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        found, _, _ = select.select([self.process.stdout], [], [], START_SECONDS)
+        line = self.process.stdout.readline() if found else ""
+        if not line:
+            self.kill()
+            raise RuntimeError(f"the service did not start; it ended with {self.process.wait()}")
+        document: dict[str, Any] = json.loads(line)
+        return document
+
+    def kill(self) -> None:
+        """kill -9, and wait."""
+        self.process.kill()
+        self.process.wait()
+
+    def stop(self) -> dict[str, Any]:
+        """SIGTERM; returns what it says at its end."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.ended()
+
+    def ended(self) -> dict[str, Any]:
+        """Wait for its end; returns what it says."""
+        output, _ = self.process.communicate(timeout=START_SECONDS)
+        if self.process.returncode:
+            raise RuntimeError(f"the service ended with {self.process.returncode}")
+        document: dict[str, Any] = json.loads(output.splitlines()[-1])
+        return document
+
+    @property
+    def memory(self) -> int:
+        """Resident bytes that are its own, without the shared memory of its pools."""
+        with open(f"/proc/{self.process.pid}/status", encoding="ascii") as file:
+            rows = dict(line.split(":", 1) for line in file)
+        return (int(rows["RssAnon"].split()[0]) + int(rows["RssFile"].split()[0])) * 1024
+
+    @property
+    def descriptors(self) -> int:
+        """Open files."""
+        return len(os.listdir(f"/proc/{self.process.pid}/fd"))
+
+    def __enter__(self) -> ServiceProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.kill()
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+
+
+class WorkerProcess:
+    """A client as a process of its own; a context manager that ends it."""
+
+    def __init__(self, address: str, *, seed: int, options: Sequence[str] = ()) -> None:
+        command = [sys.executable, "-m", "hicache.testing.sidecars", address, "--seed", str(seed), *options]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        found, _, _ = select.select([self.process.stdout], [], [], START_SECONDS)
+        if not found or self.process.stdout.readline() != "working\n":
+            self.process.kill()
+            raise RuntimeError("the worker did not start")
+
+    def stop(self) -> dict[str, Any]:
+        """Let it finish; returns what it has seen."""
+        output, _ = self.process.communicate("stop\n", timeout=START_SECONDS)
+        if self.process.returncode:
+            raise RuntimeError(f"the worker ended with {self.process.returncode}")
+        document: dict[str, Any] = json.loads(output)
+        return document
+
+    def signal(self, number: int) -> None:
+        """Send a signal."""
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        """kill -9, and wait. Idempotent."""
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+    def __enter__(self) -> WorkerProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+
+class Worker:
+    """One client's work: prompts of a family that share beginnings, so that workers hit each other's pages."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        from hicache.rpc.client.cache import connect
+
+        self._namespace = namespace_of(options.page_bytes)
+        self._random = np.random.default_rng(options.seed)
+        self._families = options.families
+        self._most = options.pages
+        self._slow = options.hold
+        self._counts: Counter[str] = Counter()
+        self._longest = 0.0
+        self._cache = connect(
+            options.address, self._namespace, deadline=options.deadline, token_file=options.token_file
+        )
+
+    def run(self) -> dict[str, Any]:
+        """Work until standard input has something to say."""
+        sys.stdout.write("working\n")
+        sys.stdout.flush()
+        while not select.select([sys.stdin], [], [], 0)[0]:
+            began = time.monotonic()
+            try:
+                self._request()
+            except OutOfSlots:
+                self._counts["out_of_slots"] += 1
+            except HicacheError as error:
+                self._counts[f"error: {type(error).__name__}: {error}"[:200]] += 1
+            self._longest = max(self._longest, time.monotonic() - began)
+        statistics = asdict(self._cache.statistics())
+        self._cache.close()
+        return {"counts": dict(self._counts), "longest": self._longest, "client": statistics}
+
+    def _request(self) -> None:
+        counts, random = self._counts, self._random
+        family, branch = int(random.integers(self._families)), int(random.integers(4))
+        pages = int(random.integers(1, self._most + 1))
+        tokens = np.arange(pages * _PAGE_SIZE, dtype=np.uint32) + np.uint32(family * 1_000_000)
+        tokens[pages * _PAGE_SIZE // 2 :] += np.uint32(branch * 100_000)
+        prompt = Prompt(symbols(tokens, _PAGE_SIZE), 4 * _PAGE_SIZE, self._namespace.derive().hasher())
+        hashes = prompt.hashes(0, pages)
+        size = self._namespace.geometry.page_bytes(_PAGE_SIZE)
+        with self._cache.request(tokens, logits=False) as request:
+            counts["requests"] += 1
+            found = len(request.load())
+            buffers = np.empty((found, size), np.uint8)
+            read = request.read_into(buffers)
+            for page in range(read):
+                if not np.array_equal(buffers[page], page_content(hashes[page], size)):
+                    counts["wrong"] += 1
+            counts["read"] += read
+            fresh = request.allocate()
+            if len(fresh):
+                first = pages - len(fresh)
+                content = np.stack([page_content(name, size) for name in hashes[first:]])
+                counts["written"] += request.write_from(content, first=first)
+                request.commit()
+            if self._slow:
+                select.select([sys.stdin], [], [], float(random.random()) * self._slow)
+
+
+def main() -> int:
+    """The worker."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("address")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--page-bytes", type=int, default=32768)
+    parser.add_argument("--families", type=int, default=8)
+    parser.add_argument("--pages", type=int, default=40)
+    parser.add_argument("--hold", type=float, default=0.0)
+    parser.add_argument("--deadline", type=float, default=1.0)
+    parser.add_argument("--token-file")
+    result = Worker(parser.parse_args()).run()
+    sys.stdout.write(json.dumps(result) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
