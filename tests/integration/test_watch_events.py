@@ -107,6 +107,25 @@ def resident(served: ServedApp) -> set[Any]:
     return served.do(look)
 
 
+def in_trees(served: ServedApp) -> set[Any]:
+    """The same as the trees of the pools have it."""
+
+    def look() -> set[Any]:
+        found: set[Any] = set()
+        for pool in served.app.service.pools:
+            for tree in pool.cache.parts.reducer.core._trees.values():
+                todo = [tree.root]
+                while todo:
+                    node = todo.pop()
+                    todo += node.children.values()
+                    for tier, pages in ((Tier.HOST, node.resident[Tier.HOST]), (Tier.STORAGE, node.believed)):
+                        told = tree.hashes(node, 0, pages) if pages else []
+                        found |= {(tree.namespace, tree.generation, tier, page) for page in told}
+        return found
+
+    return served.do(look)
+
+
 @pytest.mark.case("STAT-3")
 def test_a_watcher_sees_pages_come_to_each_tier_with_their_tokens(served: ServedApp, watching: Watching) -> None:
     """HOST at commit, then STORAGE; and all of it gone at a clear."""
@@ -135,7 +154,7 @@ def test_residency_told_is_residency(served: ServedApp, watching: Watching) -> N
     last = hashes(prompt(1000, 1), "last")[0]
     watching.until(lambda mirror: last in in_tier(mirror, Tier.STORAGE))
     end = time.monotonic() + PATIENCE
-    while watching.mirror.pages != resident(served):
+    while not watching.mirror.pages == resident(served) == in_trees(served):
         assert time.monotonic() < end
         number = served.do(lambda: served.app.service.events.statistics().next_number)
         watching.until(lambda mirror, number=number: mirror.next_number >= number)  # type: ignore[misc]
