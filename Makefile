@@ -69,9 +69,11 @@ unit: $(STAMP)
 	$(PYTEST) $(COVERED) --cov-append -m alone tests
 	$(BIN)/coverage report
 
-# What users install is the wheel, so it is tried in an environment of its own, without any extra.
+# What users install is the wheel, so it is tried in an environment of its own, without any extra. The generated code is
+# tried with the runtimes that engines pin.
 wheel: $(STAMP)
 	$(BIN)/python tests/packaging/check_wheel.py $(TRACE)
+	$(BIN)/python tests/packaging/check_protobuf.py build/runtimes
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/run.py

@@ -1,13 +1,19 @@
-"""gRPC's own services beside ours: health and reflection, where their packages are installed (extra `server`)."""
+"""gRPC's own services beside ours: health and reflection, where their packages are installed (extra `server`).
+
+They are generated code too, and refuse a runtime that is older than they are by whatever error; that costs only them.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
 from grpc import aio
+
+_log = logging.getLogger("hicache.rpc")
 
 
 class Health:
@@ -24,7 +30,8 @@ class Health:
             self._module = import_module("grpc_health.v1.health")
             self._messages = import_module("grpc_health.v1.health_pb2")
             self._stubs = import_module("grpc_health.v1.health_pb2_grpc")
-        except ImportError:
+        except Exception as error:
+            _log.info("no health service: %s", error)
             return
         self._servicer = self._module.aio.HealthServicer()
         self._setting: set[asyncio.Task[None]] = set()
@@ -53,6 +60,7 @@ def add_reflection(server: aio.Server, services: Sequence[str]) -> None:
     """Let a server tell what it serves, so that grpcurl and the like need no .proto files."""
     try:
         reflection = import_module("grpc_reflection.v1alpha.reflection")
-    except ImportError:
+    except Exception as error:
+        _log.info("no reflection: %s", error)
         return
     reflection.enable_server_reflection((*services, reflection.SERVICE_NAME), server)
