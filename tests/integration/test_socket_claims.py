@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import socket
@@ -10,10 +11,26 @@ import sys
 import threading
 from pathlib import Path
 
+import grpc
 import pytest
 
 from hicache.errors import ConfigError
 from hicache.sidecar.sockets import bind, claim
+
+GRPC_SERVER = """
+import sys
+from concurrent.futures import ThreadPoolExecutor
+import grpc
+from hicache.sidecar.sockets import claim
+claimed = claim(sys.argv[1])
+server = grpc.server(ThreadPoolExecutor(1))
+server.add_insecure_port("unix:" + sys.argv[1])
+server.start()
+print("up", flush=True)
+sys.stdin.read()
+server.stop(0)
+claimed.release()
+"""
 
 SERVER = """
 import socket, sys
@@ -28,9 +45,9 @@ sys.stdin.read()
 class Server:
     """A server in a process of its own."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, code: str = SERVER) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-c", SERVER, str(path)],
+            [sys.executable, "-c", code, str(path)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -78,6 +95,28 @@ def test_a_living_server_is_never_displaced(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is taken"):
         claim(str(path))
     first.kill()
+
+
+@pytest.mark.case("GRPC-3")
+def test_grpc_itself_displaces_nobody_and_takes_over_from_the_dead(tmp_path: Path) -> None:
+    """gRPC removes what lies at its path, so it must not get that far: killed, refused, and ended in order."""
+    path = tmp_path / "s.sock"
+
+    def ready() -> bool:
+        with grpc.insecure_channel(f"unix:{path}") as channel:
+            grpc.channel_ready_future(channel).result(30)
+            return True
+
+    Server(path, GRPC_SERVER).kill()
+    assert path.is_socket()
+    first = Server(path, GRPC_SERVER)
+    assert first.said == "up"
+    second = Server(path, GRPC_SERVER)
+    assert second.said == ""
+    assert "is taken" in second.kill()
+    assert ready()
+    assert first.process.communicate("", timeout=30)[1] == ""
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.case("GRPC-3")
@@ -193,16 +232,37 @@ def test_many_who_want_one_path_have_it_one_at_a_time(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_who_locked_a_file_that_is_no_longer_there_tries_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The holder lets go, and its lock file with it, between another's opening that file and locking it."""
+    path = str(tmp_path / "s.sock")
+    first = claim(path)
+    flock = fcntl.flock
+
+    def late(fd: int, operation: int) -> None:
+        first.release()
+        flock(fd, operation)
+
+    monkeypatch.setattr("hicache.sidecar.sockets.fcntl.flock", late)
+    second = claim(path)
+    with pytest.raises(ConfigError, match="is taken"):
+        claim(path)
+    second.release()
+
+
 @pytest.mark.parametrize("mode", [0o600, 0o660])
-def test_a_socket_has_its_rights_from_its_first_moment(tmp_path: Path, mode: int) -> None:
-    """Under any umask; and the process's own umask is as before."""
+def test_a_socket_has_its_rights_from_its_first_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int
+) -> None:
+    """Before anything could be changed about it, under any umask; the process's own umask is as before."""
+    seen = []
+    monkeypatch.setattr(Path, "chmod", lambda self, mode: seen.append((self.stat().st_mode & 0o777, mode)))
     before = os.umask(0)
     try:
         listener = bind(str(tmp_path / "s"), socket.SOCK_STREAM, mode=mode)
         assert os.umask(0) == 0
     finally:
         os.umask(before)
-    assert (tmp_path / "s").stat().st_mode & 0o777 == mode
+    assert seen == [(mode, mode)]
     assert answers(tmp_path / "s")
     listener.close()
 

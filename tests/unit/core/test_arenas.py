@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from hicache.core.arenas import MOST_RANKS, ArenaPlan, RankArena, Run
+from hicache.core.arenas import MOST_RANKS, ArenaPlan, RankArena, Run, joined
 from hicache.core.layout import KVGeometry, LayerGroup
 from hicache.errors import GeometryError
 
@@ -93,3 +93,8 @@ def test_a_geometry_of_absurdly_many_shards_is_refused_before_it_is_planned() ->
 def test_ranks_that_do_not_exist_are_refused(rank: tuple[int, int], text: str) -> None:
     with pytest.raises(GeometryError, match=f"{text} must be an integer of 0 to"):
         ArenaPlan.of(GQA, 64, tp_size=4).rank(*rank)
+
+
+def test_runs_are_joined_only_where_they_touch_in_page_and_slot() -> None:
+    runs = [Run(20, 50, 10), Run(0, 0, 10), Run(10, 10, 10), Run(31, 61, 9), Run(30, 60, 1)]
+    assert joined(runs) == (Run(0, 0, 20), Run(20, 50, 20))

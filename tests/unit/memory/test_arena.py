@@ -160,14 +160,15 @@ def test_a_view_outlives_its_arena_and_the_arena_gives_no_more() -> None:
     assert descriptors() == before
 
 
-def test_a_forked_child_has_none_of_it() -> None:
-    """One that touches it ends at once: it must not write where pages are another's by then."""
+@pytest.mark.parametrize("fork", ["os.fork()", "ctypes.PyDLL(None).fork()"], ids=["python", "native"])
+def test_a_forked_child_has_none_of_it(fork: str) -> None:
+    """One that touches it ends at once, whoever forked: it must not write where pages are another's by then."""
     code = f"""
-import os, signal
+import ctypes, os, signal
 from hicache.memory.arena import Arena
 arena = Arena({SLOTS}, {STRIDE})
 rows = arena.rows
-child = os.fork()
+child = {fork}
 if not child:
     rows[0] = 1
     os._exit(0)

@@ -21,6 +21,7 @@ from hicache.memory.rankpages import RankMemory, RankPages
 
 PAGE = 16
 MIXED = KVGeometry((LayerGroup((0, 4), 0, 0, 48, kind="mla"), LayerGroup((4, 8), 4, 1, 40)), layer_partition=2)
+ODD = KVGeometry((LayerGroup((0, 4), 0, 0, 5, kind="mla"), LayerGroup((4, 8), 4, 1, 7)), layer_partition=1)
 ONE = KVGeometry.mha(2, kv_heads=2, head_dim=16, dtype="float16")
 
 
@@ -135,10 +136,16 @@ def test_a_closed_pool_gives_nothing_but_views_live_on() -> None:
 
 
 class TestRankPages:
-    @given(st.lists(st.integers(0, 11), max_size=20), st.sampled_from([(1, 0), (4, 1), (8, 3)]))
-    def test_bulk_copies_are_page_by_page_copies(self, slots: list[int], rank: tuple[int, int]) -> None:
-        """Gathering any slots, neighbours or not, repeated or not, gives what reading each gives."""
-        pool = ArenaHostPool.create(ArenaPlan.of(MIXED, PAGE, tp_size=rank[0]), 12)
+    @given(
+        st.lists(st.integers(0, 11), max_size=20),
+        st.sampled_from([(1, 0), (4, 1), (8, 3)]),
+        st.sampled_from([(MIXED, PAGE), (MIXED, 1), (ODD, 3)]),
+    )
+    def test_bulk_copies_are_page_by_page_copies(
+        self, slots: list[int], rank: tuple[int, int], shape: tuple[KVGeometry, int]
+    ) -> None:
+        """Gathering any slots, neighbours or not, repeated or not, gives what reading each gives, at any alignment."""
+        pool = ArenaHostPool.create(ArenaPlan.of(*shape, tp_size=rank[0]), 12)
         pages = pool.rank_pages(rank[1])
         for arena in pool.arenas:
             arena.rows[:] = pattern(arena.fd, arena.size).reshape(arena.rows.shape)
