@@ -57,18 +57,23 @@ class ServiceProcess:
     Args:
         folder: for its socket.
         options: more flags.
+        takeover: whether it takes over from the one that runs in the folder.
+        host: its memory.
+        listen: whether it is told where to listen; else the options do.
 
     Attributes:
         address: where it listens.
         process: the process.
     """
 
-    def __init__(self, folder: Path, *options: str, takeover: bool = False, host: str = "64MiB") -> None:
+    def __init__(
+        self, folder: Path, *options: str, takeover: bool = False, host: str = "64MiB", listen: bool = True
+    ) -> None:
         self.address = f"unix://{folder / 'service.sock'}"
-        command = [sys.executable, "-m", "hicache", "serve", "--listen", self.address, "--host", host, "--json"]
-        self.process = subprocess.Popen(
-            [*command, *options, *(["--takeover"] if takeover else [])], stdout=subprocess.PIPE, text=True
-        )
+        command = [sys.executable, "-m", "hicache", "serve", "--host", host, "--json", *options]
+        command += ["--listen", self.address] if listen else []
+        command += ["--takeover"] if takeover else []
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         self.ready = self._line()
 
     def _line(self) -> dict[str, Any]:
