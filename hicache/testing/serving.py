@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from hicache.config import Config
 from hicache.rpc.address import Address
 from hicache.rpc.server import Listener, RpcServer
 from hicache.rpc.service import Caller, Peer, Service
-from hicache.sidecar.app import App
+
+if TYPE_CHECKING:
+    from hicache.sidecar.app import App
 
 __all__ = ["Served", "ServedApp"]
 
@@ -144,6 +146,8 @@ class ServedApp(_OnThread):
         self.address = ""
 
     async def _begin(self) -> None:
+        from hicache.sidecar.app import App
+
         self.app = App(self._config)
         await self.app.start()
         self.address = str(self.app.addresses[0])

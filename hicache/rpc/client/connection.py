@@ -289,7 +289,8 @@ class Dialer:
 
         path, timeout = self.address.lifeline, self.options.timeout
         lifeline = await _in_thread(lambda: Lifeline(path, timeout=timeout), Lifeline.close)
-        stack.callback(lifeline.close)
+        # Where memory is mapped, the lifeline lives as long as that.
+        stack.callback(lambda: None if connection.memory is not None else lifeline.finish())
         connection.lifeline = lifeline
 
     async def _map(self, connection: Connection, lifeline: Lifeline) -> None:
@@ -345,13 +346,9 @@ class Dialer:
             connection.over(reason)
 
     async def _goodbye(self, connection: Connection) -> None:
-        if not self.orderly:
-            return
-        with contextlib.suppress(HicacheError):
-            await connection.ask(pb.Request(goodbye=pb.Goodbye()), _FAREWELL)
-        if connection.lifeline is not None:
-            asyncio.get_running_loop().remove_reader(connection.lifeline.fileno())
-            connection.lifeline.finish()
+        if self.orderly:
+            with contextlib.suppress(HicacheError):
+                await connection.ask(pb.Request(goodbye=pb.Goodbye()), _FAREWELL)
 
 
 async def clear(dialer: Dialer, connection: Connection, target: Target, seconds: float) -> tuple[str, ...]:

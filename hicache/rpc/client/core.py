@@ -116,7 +116,7 @@ class ClientCore:
             address, secrets=secrets, options=options, namespace=namespace, place=place, notice=self._notice
         )
         self._link = self.state.link = Link(self._dialer, options, self.state.lost)
-        self._closed = False
+        self._closed = self._ended = False
         watch(self)
 
     def _notice(self, connection: Connection, reply: Reply) -> None:
@@ -130,7 +130,7 @@ class ClientCore:
         """
         options = self.state.options
         self._link.start()
-        self._link.wait(options.timeout, connected=options.required)
+        self._link.wait_decided(options.timeout, connected=options.required)
         refusal = self._link.refusal
         if refusal is None and options.required and self._link.connection is None:
             refusal = ServiceUnavailable(f"{self.address}: {self._link.reason}")
@@ -154,7 +154,7 @@ class ClientCore:
 
     def wait_connected(self, timeout: float) -> bool:
         """Block until there is a service, at most `timeout` seconds; whether there is one."""
-        self._link.wait(number_of_seconds("timeout", timeout), connected=True)
+        self._link.wait_connected(number_of_seconds("timeout", timeout))
         return self.connected
 
     def statistics(self) -> ClientStatistics:
@@ -290,23 +290,22 @@ class ClientCore:
 
     def _end(self, deadline: float) -> bool:
         """Stop everything; whether it has ended in time. Idempotent."""
-        if self.state.refusal == FORKED or self._closed:
-            return not self._closed or self.state.refusal == CLOSED
-        self._closed = True
+        if self.state.refusal is FORKED:
+            return True  # all of it belongs to the parent
+        if self._closed:
+            return self._ended
+        self._closed, self._ended = True, False
         self.state.refusal = CLOSED
         # A writer that is still at work may go on: without a goodbye its slots stay its own until this process ends.
-        self._dialer.orderly = not self.state.watcher.waiting
-        ended = self._link.close(deadline)
+        self._dialer.orderly = orderly = not self.state.watcher.waiting
+        self._ended = self._link.close(deadline)
         self.state.watcher.close(deadline)
-        self.state.forget_memory(everything=True)
-        return ended
+        self.state.forget_memory(everything=True, finished=orderly)
+        return self._ended
 
     def forked(self) -> None:
         """This is a forked child."""
-        self.state.refusal = FORKED
-        connection = self._link.connection
-        if connection is not None and connection.lifeline is not None:
-            connection.lifeline.forked()
+        self.state.forked()
 
     def __repr__(self) -> str:
         state = self.state.refusal or ("connected" if self.connected else f"away: {self._link.reason}")

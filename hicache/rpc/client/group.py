@@ -14,12 +14,12 @@ from hicache.memory.writer import WriterEvent
 from hicache.rpc.client.commits import Commits
 from hicache.rpc.client.flow import run
 from hicache.rpc.client.pages import Buffers, LeasedPages
+from hicache.rpc.client.state import FORKED, ClientState
 from hicache.rpc.v1 import session_pb2 as pb
 from hicache.runtime.arguments import event_of
 from hicache.units import whole_number
 
 if TYPE_CHECKING:
-    from hicache.rpc.client.state import ClientState
     from hicache.rpc.client.verbs import RequestVerbs
 
 __all__ = ["JoinedRequest", "Ticket"]
@@ -156,6 +156,8 @@ class JoinedRequest:
     def close(self) -> None:
         """Nothing of it is touched here any more, behind the writers whose events have not passed. Idempotent."""
         pages = self._pages
+        if self._state.refusal is FORKED:
+            return
         if pages is not None and not pages.closed and not self._commits.then(self._end):
             run(self._end())
 

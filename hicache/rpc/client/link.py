@@ -68,7 +68,7 @@ class Link:
         """Begin to connect."""
         self._thread.start()
 
-    def wait(self, timeout: float, *, connected: bool) -> None:
+    def wait_decided(self, timeout: float, *, connected: bool) -> None:
         """Wait until the first attempt has ended, or with `connected` until there is a connection or a refusal."""
 
         def enough() -> bool:
@@ -77,6 +77,11 @@ class Link:
 
         with self._changed:
             self._changed.wait_for(enough, timeout)
+
+    def wait_connected(self, timeout: float) -> None:
+        """Wait until there is a connection."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.connection is not None or self._closed, timeout)
 
     def run(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Run something on the client's loop."""
@@ -152,6 +157,8 @@ class Link:
 
     def _failed(self, error: Exception) -> None:
         refusal = error if isinstance(error, REFUSALS) else None
+        if refusal is not None:  # kept, so it must not keep what the attempt had open
+            refusal.__traceback__ = refusal.__context__ = refusal.__cause__ = None
         if refusal is not None and str(refusal) != str(self.refusal):
             _log.error("%s refuses this client, it goes on without the cache: %s", self._dialer.address, error)
         self.refusal = refusal

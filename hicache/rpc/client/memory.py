@@ -24,10 +24,11 @@ __all__ = ["SharedPages"]
 class SharedPages:
     """A pool's arenas, as far as this rank has part in them, and its generation words. Any thread may use it.
 
-    It stays mapped after its service has ended, since copies may be under way, until `close`.
+    It stays mapped after its session has ended, since copies may be under way, until `close`. So long the lifeline
+    stays too: the service waits for it before it gives the slots to others.
 
     Args:
-        lifeline: gives the descriptors.
+        lifeline: gives the descriptors; belongs to this from now on.
         attached: what the service says of the memory.
 
     Attributes:
@@ -41,6 +42,7 @@ class SharedPages:
     def __init__(self, lifeline: Lifeline, attached: Attached) -> None:
         self.slots = attached.slots
         self.page_bytes = attached.rank_page_bytes
+        self._lifeline = lifeline
         with ExitStack() as stack:
             memories = []
             for view in attached.arenas:
@@ -95,6 +97,15 @@ class SharedPages:
         """Which slots have still the words that were noted. To be asked behind the copy."""
         return self._words.unchanged(slots, words)
 
-    def close(self) -> None:
-        """Let go of the memory; while somebody still holds a view, it stays mapped. Idempotent."""
+    def close(self, *, finished: bool = True) -> None:
+        """Let go of the memory; while somebody still holds a view, it stays mapped. Idempotent.
+
+        Args:
+            finished: whether nothing here touches it any more, so that the service may give the slots to others at
+                once, and need not wait for the end of this process.
+        """
         self._held.close()
+        if finished:
+            self._lifeline.finish()
+        else:
+            self._lifeline.close()

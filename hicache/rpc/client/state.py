@@ -17,6 +17,7 @@ from hicache.core.identity import Adapter, Namespace, can_cache
 from hicache.errors import (
     CacheClosed,
     DeadlineExceeded,
+    HicacheError,
     HicacheInternalError,
     LeaseExpired,
     LimitExceeded,
@@ -58,6 +59,13 @@ _NO_CACHE: Final = (
 _REMEMBERED: Final = 4096  # scopes of requests, and revoked leases that nobody had here
 
 _log = logging.getLogger("hicache.client")
+
+
+def failed(error: HicacheError) -> Future[Reply]:
+    """A call that has failed before it was sent."""
+    future: Future[Reply] = Future()
+    future.set_exception(error)
+    return future
 
 
 class Naming:
@@ -112,6 +120,15 @@ class ClientState:
         if self.refusal is not None:
             raise CacheClosed(self.refusal)
 
+    def forked(self) -> None:
+        """This is a forked child: nothing here is its own, and locks may be held by threads that it does not have."""
+        self.refusal = FORKED
+        self._lock = threading.Lock()
+        self.counters.forked()
+        connection = self.link.connection
+        if connection is not None and connection.lifeline is not None:
+            connection.lifeline.forked()
+
     def connection(self) -> Connection | None:
         """The connection on which something new may begin; None: the service is away, and that is counted."""
         connection = self.link.connection
@@ -151,13 +168,13 @@ class ClientState:
     ) -> Future[Reply]:
         """Send a request; by default with the options' deadline."""
         options = self.options
+        if self.refusal is FORKED:
+            return failed(Away(FORKED))
         wait = options.deadline if seconds is None else seconds
         try:
             return connection.call(message, seconds=wait, grace=options.grace, told=told, sink=sink, late=late)
         except LimitExceeded as error:
-            future: Future[Reply] = Future()
-            future.set_exception(error)
-            return future
+            return failed(error)
 
     async def reply_to(self, future: Future[Reply], pages: LeasedPages | None = None) -> Reply | None:
         """Wait for a reply. None where the engine goes on without; then the lease that it was for is lost.
@@ -266,8 +283,13 @@ class ClientState:
             raise CacheClosed(f"slot {slot} belongs to a request that is closed")
         return memory, number
 
-    def forget_memory(self, *, everything: bool = False) -> None:
-        """Let go of the memory of services that have ended, where no request is open that may still use it."""
+    def forget_memory(self, *, everything: bool = False, finished: bool = True) -> None:
+        """Let go of the memory of connections that have ended, where no request is open that may still use it.
+
+        Args:
+            everything: also where requests are open, and of the connection that lives.
+            finished: whether the engine touches nothing of it any more.
+        """
         current = None if everything else self.link.connection
         with self._lock:
             used = set() if everything else {pages.connection.epoch for pages in self._open}
@@ -275,7 +297,7 @@ class ClientState:
                 used.add(current.epoch)
             gone = [self._memories.pop(epoch) for epoch in set(self._memories) - used]
         for memory in gone:
-            memory.close()
+            memory.close(finished=finished)
 
     def statistics(self) -> ClientStatistics:
         """A snapshot."""

@@ -60,6 +60,10 @@ class Counters:
         with self._lock:
             self._counts[name] += count
 
+    def forked(self) -> None:
+        """This is a forked child, where the lock may be held by a thread that it does not have."""
+        self._lock = threading.Lock()
+
     def get(self, name: str) -> int:
         """How often it was counted."""
         with self._lock:

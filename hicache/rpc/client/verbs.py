@@ -27,7 +27,7 @@ from hicache.rpc.client.commits import Commits
 from hicache.rpc.client.connection import ATTACHMENT, Connection
 from hicache.rpc.client.pages import NONE, Buffers, LeasedPages, as_pages
 from hicache.rpc.client.protocol import Reply
-from hicache.rpc.client.state import ClientState, Naming
+from hicache.rpc.client.state import FORKED, ClientState, Naming
 from hicache.rpc.convert.session import decode_counts
 from hicache.rpc.v1 import session_pb2 as pb
 from hicache.runtime.arguments import deadline_of, event_of, no_spans, spans_of, whole
@@ -310,6 +310,8 @@ class RequestVerbs:
             return self.counts or _UNKNOWN
         self.closed = True
         self.counts = self._own_counts(aborted=aborted)  # until the service has told better
+        if self.state.refusal is FORKED:
+            return self.counts  # the lease is the parent's
         self.state.counters.add("requests")
         self.state.counters.add("past", int(self.pages is None))
         # Where writers are at work in slots of this request, they stay its own until those have ended.
@@ -352,9 +354,10 @@ class RequestVerbs:
 
     def dropped(self) -> None:
         """It was collected without being closed. For finalisers: takes no lock."""
-        if self.pages is not None:
-            self.pages.connection.drop(self.pages.lease)
-        self.state.drop()
+        if self.state.refusal is not FORKED:
+            if self.pages is not None:
+                self.pages.connection.drop(self.pages.lease)
+            self.state.drop()
 
     def check_open(self) -> None:
         """Raise `CacheClosed` unless it may be used."""
