@@ -16,6 +16,7 @@ from hicache.runtime.flight import FlightRecorder
 from hicache.storage.memory import MemoryBackend
 from hicache.testing.cachedriver import CacheDriver
 from hicache.testing.choices import SeededChoices
+from hicache.testing.hosteddriver import HostedDriver
 
 POLICIES = st.sampled_from(["write_through", "write_through_selective", "write_back", EdgePolicy(1, on_eviction=True)])
 
@@ -67,6 +68,41 @@ def test_a_recording_of_a_cache_repeats_it(
         for tier in ("device", "host"):
             here = getattr(core, tier)
             assert result.tiers[tier] == {name: getattr(here, name) for name in result.tiers[tier]}
+        assert (result.requests, result.transfers) == (core.leases, core.transfers)
+        driver.finish()
+    except BaseException:
+        driver.abandon()
+        raise
+
+
+@pytest.mark.slow
+@settings(max_examples=20)
+@given(
+    seed=st.integers(0, 2**32),
+    host=st.sampled_from([6, 24]),
+    policy=POLICIES,
+    segment_bytes=st.sampled_from([4096, 1 << 20]),
+)
+def test_a_recording_of_a_hosted_cache_repeats_it(
+    seed: int, host: int, policy: str | EdgePolicy, segment_bytes: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    driver = HostedDriver(
+        SeededChoices(seed),
+        host=host,
+        storage=MemoryBackend(),
+        write_policy=policy,
+        flight_recorder=FlightRecorder(segment_bytes=segment_bytes),
+    )
+    path: Path = tmp_path_factory.mktemp("recordings") / "a.hcr"
+    try:
+        while driver.steps < 200:
+            driver.step()
+        cache = driver._life.cache
+        cache.dump_recording(path)
+        result = repeat(read_recording([path]))
+        assert (result.outcome, result.failure) == ("ok", "")
+        core = cache.parts.core.statistics()
+        assert result.tiers["host"] == {name: getattr(core.host, name) for name in result.tiers["host"]}
         assert (result.requests, result.transfers) == (core.leases, core.transfers)
         driver.finish()
     except BaseException:
