@@ -12,6 +12,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import tomllib
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +22,6 @@ ROOT = Path(__file__).resolve().parent.parent
 CORE = ("tests/unit/core", "tests/property/test_core_machine.py")
 RUNTIME = ("tests/property/test_cache_machine.py",)
 RECORDINGS = ("tests/property/test_recordings.py",)
-HOSTED = (
-    "tests/property/test_hosted_machine.py",
-    "tests/integration/test_hosted.py",
-    "tests/unit/runtime/test_tokens.py",
-)
 CAUGHT = "caught"
 PLANNING = ("tests/unit/runtime/test_planner.py", "tests/property/test_load_or_recompute.py")
 
@@ -225,75 +222,6 @@ MUTANTS = (
     ),
 )
 
-HOST_TOP_MUTANTS = (
-    Mutant(
-        "tokens that were read are not hashed again",
-        "hicache/runtime/tokens.py",
-        "    return chain_of(tree).extend(page.parent, tokens + extras, 1) == page.hash\n",
-        "    return True\n",
-        HOSTED,
-    ),
-    Mutant(
-        "the tokens of a commit are believed",
-        "hicache/runtime/hosted.py",
-        "        if found != said:\n",
-        "        if False:\n",
-        HOSTED,
-    ),
-    Mutant(
-        "the tokens of a commit are not kept",
-        "hicache/runtime/hosted.py",
-        "                store.set(fresh, tokens[known * width :], extras[known * EXTRAS_SIZE :])\n",
-        "                pass\n",
-        HOSTED,
-    ),
-    Mutant(
-        "a prefetch ends only with the cache",
-        "hicache/runtime/hosting.py",
-        "            seconds = None if request.lease.closed else loading.advance()\n",
-        "            seconds = None if request.lease.closed else 1.0\n",
-        HOSTED,
-    ),
-    Mutant(
-        "a load that is cancelled keeps what it waits for",
-        "hicache/runtime/loading.py",
-        "            self.decision = self._loader.finish(self.lease, self.prefetch)\n",
-        "            pass\n",
-        HOSTED,
-    ),
-    Mutant(
-        "events of what fills tell the tokens of the page before",
-        "hicache/core/copies.py",
-        "self.registry.tokens is not None and end <= node.resident[HOST]",
-        "self.registry.tokens is not None and end <= len(node.slots[HOST])",
-        HOSTED,
-    ),
-    core(
-        "a slot is given away and its word stays",
-        "residency.py",
-        "            self.words[slots] += 1\n",
-        "            pass\n",
-    ),
-    core(
-        "where HOST is the top tier, what has come is not handed over",
-        "transferlog.py",
-        "        top = tier == self.copies.registry.top\n",
-        "        top = tier == 0\n",
-    ),
-    core(
-        "where HOST is the top tier, a request takes over what came meanwhile without pinning it",
-        "prefetch.py",
-        "            self._log.hand_over(lease, top)\n",
-        "            lease.usable = min(resident, lease.limit)\n",
-    ),
-    core(
-        "a writer's private slots are guarded in DEVICE, wherever they are",
-        "copies.py",
-        "        self.registry.tables[self.registry.top].pins[slots] += 1\n",
-        "        self.registry.tables[DEVICE].pins[slots] += 1\n",
-    ),
-)
-
 RUNTIME_MUTANTS = (
     runtime(
         "what was read is not compared with the tokens asked for",
@@ -481,6 +409,13 @@ def caught(mutant: Mutant) -> bool:
         return done.returncode == 1
 
 
+def from_data() -> Iterator[Mutant]:
+    """Those of the files in `tests/data/mutants`, one table each with the fields of a `Mutant`."""
+    for path in sorted((ROOT / "tests" / "data" / "mutants").glob("*.toml")):
+        for fields in tomllib.loads(path.read_text(encoding="utf-8"))["mutant"]:
+            yield Mutant(**{**fields, "tests": tuple(fields["tests"])})
+
+
 def outcome_of(mutant: Mutant) -> str:
     """What is printed in front of the mutant's name."""
     try:
@@ -494,7 +429,7 @@ def main() -> int:
     parser.add_argument("names", nargs="*", help="parts of the names of the mutants to try; default all")
     names = parser.parse_args().names
     chosen = [
-        m for m in (*MUTANTS, *HOST_TOP_MUTANTS, *RUNTIME_MUTANTS) if not names or any(name in m.name for name in names)
+        m for m in (*MUTANTS, *RUNTIME_MUTANTS, *from_data()) if not names or any(name in m.name for name in names)
     ]
     missed = 0
     with ThreadPoolExecutor(os.cpu_count()) as pool:
