@@ -201,6 +201,21 @@ class TestRankPages:
             pages.write_page(0, bytes(9))
         pool.close()
 
+    def test_a_page_is_written_from_whatever_holds_its_bytes(self) -> None:
+        """Bytes, views, arrays of other types and arrays with gaps; no bytes at all write nothing."""
+        pool = ArenaHostPool.create(ArenaPlan.of(ONE, PAGE), 2)
+        pages = pool.rank_pages()
+        page = pattern(4, pages.page_bytes)
+        gaps = np.empty((page.size, 2), np.uint8)
+        gaps[:, 0] = page
+        for data in (page.tobytes(), memoryview(page.tobytes()), page.view(np.float16), gaps[:, 0]):
+            pages.write_page(1, bytes(pages.page_bytes))
+            pages.write_page(1, data)
+            pages.write(1, 3, b"")
+            assert np.array_equal(pages.read_page(1), page)
+        assert pages.read(1, 3, 0).size == 0
+        pool.close()
+
     def test_what_another_rank_writes_is_left_alone(self) -> None:
         """Latents are in one arena, and only the elected rank's writes reach it."""
         mla = KVGeometry.mla(2, latent_dim=32, rope_dim=8, dtype="float16")
