@@ -22,7 +22,7 @@ help:
 	@echo "make redis-oldest  the tests of Redis with the oldest redis-py"
 	@echo "make cases    the field's failure cases and the tests that cover them"
 	@echo "make mutants  put known bugs into a copy and see the tests catch each"
-	@echo "make soak     long random runs with faults, for SOAK_SECONDS (600)"
+	@echo "make soak     long random runs with faults, for SOAK_SECONDS (600), and a service under 2 million verbs"
 	@echo "make chaos    long replays on Redis while everything goes wrong with it, some minutes and 4 GiB of memory"
 	@echo "make .venv    only the environment"
 	@echo "make contract  a release: freeze the protocol that later ones may not break"
@@ -91,6 +91,7 @@ cases: $(STAMP)
 
 soak: $(STAMP)
 	$(BIN)/python tests/soak.py
+	$(BIN)/python tests/soak_sidecar.py
 
 chaos: $(STAMP)
 	$(BIN)/python tests/redis_chaos.py

@@ -133,6 +133,7 @@ class App:
         authenticate = Authenticator(config, self._tokens, uid_of=lifelines.uid_of)
         listeners = [self._listener(address, certificates) for address in self._listening]
         self._rpc = RpcServer(service, listeners, authenticate=authenticate)
+        service.verbs = self._rpc.statistics
         undo.push_async_callback(self._rpc.stop, 0.0)
         await self._rpc.start()
         self.addresses = self._rpc.addresses

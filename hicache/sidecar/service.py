@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import secrets
-from collections.abc import AsyncIterator, Container, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from importlib.metadata import version
@@ -24,6 +24,7 @@ from hicache.errors import (
     StorageError,
 )
 from hicache.events import Event
+from hicache.rpc.latency import VerbStatistics
 from hicache.rpc.service import (
     Caller,
     Draining,
@@ -109,6 +110,7 @@ class SidecarService:
         leases, pins: what is held.
         events: residency changes of all pools.
         ready: whether it takes requests.
+        verbs: gives the latencies of what is served; set by whoever serves it.
     """
 
     def __init__(
@@ -125,6 +127,7 @@ class SidecarService:
         self.boot = secrets.token_bytes(16)
         self.limits = session_limits(config)
         self.ready = False
+        self.verbs: Callable[[], Iterable[VerbStatistics]] = tuple
         self.events = EventLog(later=self.loop.call_soon_threadsafe)
         self.quotas = quotas
         self.storage_name = storage_name
@@ -290,7 +293,11 @@ class SidecarService:
             for tenant, tier, used, limit in self.quotas.rows()
             if tenant == caller.tenant or _sees_all(caller)
         ]
-        own = asdict(self.statistics()) | {"quotas": quotas, "events": asdict(self.events.statistics())}
+        own = asdict(self.statistics()) | {
+            "quotas": quotas,
+            "events": asdict(self.events.statistics()),
+            "verbs": [asdict(verb) for verb in self.verbs()],
+        }
         document: dict[str, Any] = _plain(
             {"service": own, "pools": [pool.describe() for pool in self._visible(caller)]}
         )

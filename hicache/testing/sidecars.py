@@ -13,6 +13,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -73,7 +74,7 @@ class ServiceProcess:
         command = [sys.executable, "-m", "hicache", "serve", "--host", host, "--json", *options]
         command += ["--listen", self.address] if listen else []
         command += ["--takeover"] if takeover else []
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)  # noqa: S603  ours
         self.ready = self._line()
 
     def _line(self) -> dict[str, Any]:
@@ -87,7 +88,7 @@ class ServiceProcess:
         return document
 
     def kill(self) -> None:
-        """kill -9, and wait."""
+        """End it by SIGKILL, and wait."""
         self.process.kill()
         self.process.wait()
 
@@ -131,7 +132,7 @@ class WorkerProcess:
 
     def __init__(self, address: str, *, seed: int, options: Sequence[str] = ()) -> None:
         command = [sys.executable, "-m", "hicache.testing.sidecars", address, "--seed", str(seed), *options]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)  # noqa: S603  ours
         assert self.process.stdout is not None
         found, _, _ = select.select([self.process.stdout], [], [], START_SECONDS)
         if not found or self.process.stdout.readline() != "working\n":
@@ -151,7 +152,7 @@ class WorkerProcess:
         self.process.send_signal(number)
 
     def kill(self) -> None:
-        """kill -9, and wait. Idempotent."""
+        """End it by SIGKILL, and wait. Idempotent."""
         self.process.kill()
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
@@ -168,39 +169,38 @@ class WorkerProcess:
 class Worker:
     """One client's work: prompts of a family that share beginnings, so that workers hit each other's pages."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(self, options: argparse.Namespace, seed: int, stop: threading.Event) -> None:
         from hicache.rpc.client.cache import connect
 
         self._namespace = namespace_of(options.page_bytes)
-        self._random = np.random.default_rng(options.seed)
+        self._random = np.random.default_rng(seed)
         self._families = options.families
         self._most = options.pages
         self._slow = options.hold
-        self._counts: Counter[str] = Counter()
-        self._longest = 0.0
+        self._stop = stop
+        self.counts: Counter[str] = Counter()
+        self.longest = 0.0
+        self.client: dict[str, Any] = {}
         self._cache = connect(
             options.address, self._namespace, deadline=options.deadline, token_file=options.token_file
         )
 
-    def run(self) -> dict[str, Any]:
-        """Work until standard input has something to say."""
-        sys.stdout.write("working\n")
-        sys.stdout.flush()
-        while not select.select([sys.stdin], [], [], 0)[0]:
+    def run(self) -> None:
+        """Work until told to stop."""
+        while not self._stop.is_set():
             began = time.monotonic()
             try:
                 self._request()
             except OutOfSlots:
-                self._counts["out_of_slots"] += 1
+                self.counts["out_of_slots"] += 1
             except HicacheError as error:
-                self._counts[f"error: {type(error).__name__}: {error}"[:200]] += 1
-            self._longest = max(self._longest, time.monotonic() - began)
-        statistics = asdict(self._cache.statistics())
+                self.counts[f"error: {type(error).__name__}: {error}"[:200]] += 1
+            self.longest = max(self.longest, time.monotonic() - began)
+        self.client = asdict(self._cache.statistics())
         self._cache.close()
-        return {"counts": dict(self._counts), "longest": self._longest, "client": statistics}
 
     def _request(self) -> None:
-        counts, random = self._counts, self._random
+        counts, random = self.counts, self._random
         family, branch = int(random.integers(self._families)), int(random.integers(4))
         pages = int(random.integers(1, self._most + 1))
         tokens = np.arange(pages * _PAGE_SIZE, dtype=np.uint32) + np.uint32(family * 1_000_000)
@@ -224,7 +224,7 @@ class Worker:
                 counts["written"] += request.write_from(content, first=first)
                 request.commit()
             if self._slow:
-                select.select([sys.stdin], [], [], float(random.random()) * self._slow)
+                self._stop.wait(float(random.random()) * self._slow)
 
 
 def main() -> int:
@@ -238,8 +238,24 @@ def main() -> int:
     parser.add_argument("--hold", type=float, default=0.0)
     parser.add_argument("--deadline", type=float, default=1.0)
     parser.add_argument("--token-file")
-    result = Worker(parser.parse_args()).run()
-    sys.stdout.write(json.dumps(result) + "\n")
+    parser.add_argument("--sessions", type=int, default=1)
+    options = parser.parse_args()
+    stop = threading.Event()
+    workers = [Worker(options, options.seed + number, stop) for number in range(options.sessions)]
+    sys.stdout.write("working\n")
+    sys.stdout.flush()
+    threads = [threading.Thread(target=worker.run) for worker in workers]
+    for thread in threads:
+        thread.start()
+    sys.stdin.readline()
+    stop.set()
+    for thread in threads:
+        thread.join()
+    counts: Counter[str] = Counter()
+    for worker in workers:
+        counts.update(worker.counts)
+    longest = max(worker.longest for worker in workers)
+    sys.stdout.write(json.dumps({"counts": counts, "longest": longest, "client": workers[0].client}) + "\n")
     return 0
 
 
