@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from hicache.core.arenas import Run
 from hicache.core.identity import Adapter, Namespace
 from hicache.events import Event
 from hicache.records import MissReason
@@ -130,15 +131,6 @@ class Attachment:
     pool_bytes: int = 0
     streamed: bool = False
     worker: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Bytes that are contiguous in a rank's canonical page and in a slot."""
-
-    page_offset: int
-    slot_offset: int
-    length: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from hicache.memory.arena import Words
 from hicache.memory.arenapool import ArenaHostPool
 from hicache.memory.budget import Share
 from hicache.memory.rankpages import RankPages
-from hicache.rpc.service import ArenaView, RequestScope, Run
+from hicache.rpc.service import ArenaView, RequestScope
 from hicache.runtime.hosting import HostedCache, HostedRequest
 from hicache.runtime.inheriting import withdraw
 from hicache.runtime.scopes import Scope
@@ -116,8 +116,7 @@ class Pool:
     def arena_view(self, view: RankArena) -> ArenaView:
         """One of them, as it is told to the rank."""
         arena = self.host.arenas[view.index]
-        runs = tuple(Run(run.page_offset, run.slot_offset, run.length) for run in view.runs)
-        return ArenaView(self._arena_ids[view.index], arena.stride, arena.size, runs, view.writes)
+        return ArenaView(self._arena_ids[view.index], arena.stride, arena.size, view.runs, view.writes)
 
     def grant(self, lifeline: Lifeline, views: Iterable[RankArena]) -> None:
         """Let a client have the descriptors of a rank's arenas, and of the words."""

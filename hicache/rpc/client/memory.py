@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hicache.core.arenas import Run
 from hicache.core.residency import Slots
 from hicache.errors import ConfigError
 from hicache.memory.arena import MappedArena, MappedWords
@@ -51,8 +50,7 @@ class SharedPages:
                     raise ConfigError(f"arena {view.id} was announced with {view.size} bytes and has {size}")
                 arena = MappedArena(fd, self.slots, view.stride, size=size, writable=view.writes)
                 stack.callback(arena.close)
-                runs = tuple(Run(run.page_offset, run.slot_offset, run.length) for run in view.runs)
-                memories.append(RankMemory(arena.rows, runs, view.writes))
+                memories.append(RankMemory(arena.rows, view.runs, view.writes))
             fd, _ = lifeline.fetch(attached.words_id)
             self._words = MappedWords(fd, self.slots)
             stack.callback(self._words.close)

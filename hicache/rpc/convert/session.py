@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from hicache.core.arenas import Run
 from hicache.errors import GeometryError, InvalidInput, LimitExceeded
 from hicache.records import MissReason
 from hicache.rpc.convert.identity import decode_namespace, encode_namespace
@@ -24,7 +25,6 @@ from hicache.rpc.service import (
     Piece,
     Reserved,
     Revoked,
-    Run,
     Welcome,
 )
 from hicache.rpc.v1 import session_pb2 as pb

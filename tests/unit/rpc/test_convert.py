@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hicache.core.arenas import Run
 from hicache.core.identity import Adapter, Namespace
 from hicache.core.layout import KVGeometry, LayerGroup
 from hicache.errors import GeometryError, InvalidInput, LimitExceeded, NamespaceError, ProtocolMismatch
@@ -34,7 +35,6 @@ from hicache.rpc.service import (
     RequestScope,
     Reserved,
     Revoked,
-    Run,
     Target,
     Welcome,
 )
