@@ -95,6 +95,7 @@ class CoreDriver:
         ("prefetch", 8),
         ("run", 30),
         ("withdraw_interest", 4),
+        ("decline", 3),
         ("evict", 8),
         ("flush", 4),
         ("drain", 1),
@@ -264,6 +265,12 @@ class CoreDriver:
         counts = self.core.release(engine.lease, aborted=self._one_in(4))
         assert counts.asked == counts.device + counts.host + counts.storage + sum(counts.missed.values())
         assert self.core.release(engine.lease) is counts
+        engine.check_reasons(counts)
+
+    def _decline(self) -> None:
+        engine = self._open()
+        if engine is not None:
+            self._note("declined" if engine.decline(self.core, self._choices) else "unanswered")
 
     def _touch(self) -> None:
         engine = self._open()
@@ -311,15 +318,9 @@ class CoreDriver:
 
     def _match(self) -> None:
         tree, prompt = self._prompts.draw()
-        for tier in (_DEVICE, _HOST):
-            told = set(self._told.pages(tree.namespace, Tier(tier)))
-            pages = 0
-            for page_hash in prompt.hashes(0, prompt.pages):
-                if tag(page_hash) not in told:
-                    break
-                pages += 1
-            if self.core.config.events:
-                assert tree.resident_pages(tree.walk(prompt), tier) == pages, "match differs from the model"
+        for tier in (_DEVICE, _HOST) if self.core.config.events else ():
+            told = self._told.leading(tree.namespace, Tier(tier), prompt.hashes(0, prompt.pages))
+            assert tree.resident_pages(tree.walk(prompt), tier) == told, "match differs from the model"
 
     # ---- upkeep
 

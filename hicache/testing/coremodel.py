@@ -9,10 +9,11 @@ import numpy as np
 
 from hicache.core.cache import Core
 from hicache.core.prompt import Hasher, Prompt, SymbolsAreHashes
+from hicache.core.reasons import RequestCounts
 from hicache.core.residency import FREE, Slots, SlotTable
 from hicache.core.transfers import Lease, Transfer
 from hicache.core.tree import HiRadixTree
-from hicache.records import PageResult, Tier
+from hicache.records import MissReason, PageResult, Tier
 from hicache.testing.choices import Choices, CountingHasher, tag
 
 
@@ -24,6 +25,31 @@ class ModelEngine:
     number: int
     mark: int  # tag of its private slots, which it may write at any time; a transfer's tag is -1 - its id
     reads: list[tuple[int, Slots, list[int]]] = field(default_factory=list)  # tier, slots, tags expected there
+    declined: int | None = None  # page index from which on bringing up did not pay
+    untold: int | None = None  # page index from which on storage did not tell
+
+    def decline(self, core: Core, choices: Choices) -> bool:
+        """Bringing up does not pay, or (False) storage does not tell, from some page on."""
+        page = choices.integer(0, self.lease.prompt.pages)
+        if choices.integer(0, 1):
+            self.declined = page if self.declined is None else min(self.declined, page)
+            core.decline(self.lease, page)
+            return True
+        self.untold = page
+        core.unanswered(self.lease, page, MissReason.FAILED)
+        return False
+
+    def check_reasons(self, counts: RequestCounts) -> None:
+        """What was declined did not come too late, and what storage did not tell of was not called new."""
+        got = counts.device + counts.host + counts.storage
+        known = min(max(got, self.lease.match.pages), counts.asked)
+        if self.declined is not None and self.declined <= got:
+            gone = counts.asked - known  # of these an earlier load may have been given up as late
+            assert counts.missed.get(MissReason.LATE, 0) <= gone, "pages that were declined count as late"
+        if self.untold is not None:
+            told = max(0, self.untold - known)
+            new = counts.missed.get(MissReason.COLD, 0) + counts.missed.get(MissReason.OTHER_NAMESPACE, 0)
+            assert new <= told, "pages that storage did not tell of count as new"
 
 
 @dataclass

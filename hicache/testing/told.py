@@ -17,6 +17,11 @@ class ToldResidency:
         """Tags of the pages that are visible in a tier, as far as events told."""
         return self._visible.get((namespace, tier), [])
 
+    def leading(self, namespace: bytes, tier: Tier, page_hashes: list[bytes]) -> int:
+        """How many leading pages of a prompt are visible in a tier, as far as events told."""
+        visible = set(self.pages(namespace, tier))
+        return next((i for i, page_hash in enumerate(page_hashes) if tag(page_hash) not in visible), len(page_hashes))
+
     def everything(self) -> dict[tuple[bytes, Tier], list[int]]:
         """Pages by namespace and tier, sorted, those without any left out."""
         return {key: sorted(pages) for key, pages in self._visible.items() if pages}

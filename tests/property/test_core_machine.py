@@ -105,13 +105,13 @@ def test_the_driver_reaches_everything_where_host_is_the_top_tier():
         device_pages=0, host_pages=14, storage=True, reserve=0.3, fetch_pages=2, touch_seconds=1, events=True
     )
     seen: set[str] = set()
-    for seed in range(8):
+    for seed in range(16):
         driver = CoreDriver(SeededChoices(seed), config, hashes=True)
         run(driver, 300)
         seen |= set(driver.seen)
     assert seen >= {
         "FETCH", "PUT", "TOUCH", "dropped", "writer", "cancelled", "clear", "handed over", "interest withdrawn",
-        "out of slots", "stored page lost", "detached", "attached",
+        "out of slots", "stored page lost", "detached", "attached", "declined", "unanswered",
     }  # fmt: skip
     assert seen.isdisjoint({"LOAD", "WRITE_BACK"})
 
@@ -142,4 +142,6 @@ def test_the_driver_reaches_everything():
         "stored page lost",
         "detached",
         "attached",
+        "declined",
+        "unanswered",
     }
