@@ -59,7 +59,7 @@ def claim(path: str) -> Claim:
         for each in (path, path + LIFELINE_SUFFIX):
             _remove_stale(each)
     except BaseException:
-        os.close(lock)
+        Claim(path, lock).release()
         raise
     return Claim(path, lock)
 
