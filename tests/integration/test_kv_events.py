@@ -25,6 +25,7 @@ from hicache.sidecar.events import EventLog
 from hicache.sidecar.kv_events import KvPublisher
 from hicache.sidecar.kv_wire import MEDIA, AllBlocksCleared, decode_batch, short_hash
 from hicache.testing.kvevents import BlockMirror, places
+from hicache.testing.kvrouter import PATIENCE_MS, Router
 
 GEOMETRY = hicache.KVGeometry.mha(2, kv_heads=2, head_dim=8, dtype="float16")
 BASE = hicache.Namespace("example/m", geometry=GEOMETRY, page_size=4, hash="sha256")
@@ -33,7 +34,6 @@ ACME = BASE.derive(tenant="acme")  # its chain of hashes is that of PLAIN
 SALTED = BASE.derive(salt="pepper")
 OTHER = hicache.Namespace("example/other", geometry=GEOMETRY, page_size=4, hash="sha256").derive()
 KNOWN = {namespace.digest: namespace for namespace in (PLAIN, ACME, SALTED, OTHER)}
-PATIENCE_MS = 20_000
 
 
 class Prompt:
@@ -56,72 +56,6 @@ class Prompt:
         return {(MEDIA[tier], short_hash(page)) for page in self.hashes}
 
 
-class Router:
-    """A consumer: it listens, and asks for a replay where it missed something, also at its beginning."""
-
-    def __init__(
-        self, context: zmq.Context[Any], publisher: KvPublisher, *, topic: str = "", high_water: int = 0
-    ) -> None:
-        endpoint, self._replay = publisher.endpoints
-        self.context = context
-        self.mirror = BlockMirror()
-        self.last: int | None = None
-        self.numbers: list[int] = []
-        self.replayed = 0
-        self._socket = context.socket(zmq.SUB)
-        self._socket.setsockopt(zmq.RCVHWM, high_water)
-        self._socket.setsockopt(zmq.SUBSCRIBE, topic.encode())
-        self._socket.setsockopt(zmq.RCVTIMEO, PATIENCE_MS)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.connect(endpoint)
-
-    def receive(self) -> int:
-        """The next message, behind all those that were missed before it, also before the first."""
-        _topic, number, payload = self._socket.recv_multipart()
-        at = int.from_bytes(number, "big")
-        if self.last is None or at != self.last + 1:
-            for missed, content in self.replay(0 if self.last is None else self.last + 1):
-                if missed < at:
-                    self._apply(missed, content)
-                    self.replayed += 1
-        self._apply(at, payload)
-        return at
-
-    def _apply(self, number: int, payload: bytes) -> None:
-        self.numbers.append(number)
-        self.mirror.apply(decode_batch(payload))
-        self.last = number
-
-    def replay(self, start: int, *, between: tuple[bytes, ...] = ()) -> list[tuple[int, bytes]]:
-        """Messages from a number on, as the replay socket gives them."""
-        assert self._replay is not None
-        dealer = self.context.socket(zmq.DEALER)
-        dealer.setsockopt(zmq.RCVTIMEO, PATIENCE_MS)
-        dealer.setsockopt(zmq.RCVHWM, 0)
-        dealer.setsockopt(zmq.LINGER, 0)
-        try:
-            dealer.connect(self._replay)
-            dealer.send_multipart([*between, start.to_bytes(8, "big")])
-            found = []
-            while True:
-                *before, number, payload = dealer.recv_multipart()
-                assert tuple(before) == between
-                at = int.from_bytes(number, "big", signed=True)
-                if at == -1:
-                    assert payload == b""
-                    return found
-                found.append((at, payload))
-        finally:
-            dealer.close()
-
-    def poll(self, milliseconds: int) -> bool:
-        """Whether there is a message, now or so soon."""
-        return bool(self._socket.poll(milliseconds))
-
-    def close(self) -> None:
-        self._socket.close()
-
-
 @pytest.fixture
 def context() -> Iterator[zmq.Context[Any]]:
     with zmq.Context() as made:
@@ -135,7 +69,7 @@ class Publishing:
         self.log = EventLog()
         options = {"publish": "tcp://127.0.0.1:*", "replay": "tcp://127.0.0.1:*", "hashes": "int64"} | options
         self.publisher = KvPublisher(self.log, **options)
-        self.router = Router(context, self.publisher, topic=options.get("topic", ""))
+        self.router = Router(context, self.publisher.endpoints, topic=options.get("topic", ""))
         self._fences = 0
 
     def tell(self, *events: Event, source: str = "pool") -> None:
@@ -209,7 +143,7 @@ def test_topic_and_number_lead_each_message(context: zmq.Context[Any]) -> None:
         first, *rest = it.router.numbers
         assert rest == list(range(first + 1, first + 1 + len(rest)))
         it.tell(Prompt(2, 1).stored())
-        topic, number, payload = it.router._socket.recv_multipart()
+        topic, number, payload = it.router.socket.recv_multipart()
         assert (topic, int.from_bytes(number, "big")) == (b"kv@host@m", it.router.numbers[-1] + 1)
         assert decode_batch(payload).dp_rank == 3
 
@@ -220,12 +154,12 @@ def test_a_gap_is_filled_by_a_replay(context: zmq.Context[Any]) -> None:
         it.tell(*(Prompt(number, 3).stored() for number in range(20)))
         it.hear()
         endpoint = it.publisher.endpoints[0]
-        it.router._socket.disconnect(endpoint)
+        it.router.socket.disconnect(endpoint)
         replayed = it.router.replayed
         for number in range(10):
             it.tell(Prompt(number, 3).removed())
             it.tell(Prompt(100 + number, 2).stored(Tier.STORAGE))
-        it.router._socket.connect(endpoint)
+        it.router.socket.connect(endpoint)
         assert it.hear().blocks == it.resident()
         assert it.router.replayed > replayed
         assert it.router.numbers == list(range(it.router.numbers[0], it.publisher._next))
@@ -298,7 +232,6 @@ def test_hashes_are_hex_digits_in_a_snapshot(context: zmq.Context[Any]) -> None:
         assert event["parent_block_hash"] is None
 
 
-@pytest.mark.case("STAT-3")
 @pytest.mark.case("STAT-3")
 def test_a_clear_of_all_there_is_says_so_and_another_names_its_blocks(context: zmq.Context[Any]) -> None:
     """Routers clear a whole publisher at once, so that is only said where nothing is left."""
@@ -400,7 +333,7 @@ def test_a_failure_inside_is_survived(context: zmq.Context[Any], caplog: pytest.
 def test_a_consumer_that_does_not_read_holds_up_nobody(context: zmq.Context[Any]) -> None:
     """Above the high water mark it loses messages, which it can see, and a replay has them."""
     with publishing(context, high_water=4) as it:
-        slow = Router(context, it.publisher, high_water=1)
+        slow = Router(context, it.publisher.endpoints, high_water=1)
         try:
             it.hear()
             prompts = [Prompt(number, 500) for number in range(40)]
