@@ -92,6 +92,25 @@ print(len(os.listdir("/proc/self/fd")) - before)
     assert done.stdout.splitlines()[-1] == "0"
 
 
+@pytest.mark.case("MEM-3")
+def test_a_small_dev_shm_limits_nothing() -> None:
+    """As in containers, where it has 64 MB: nothing of a pool lies there, so all of it can be touched."""
+    if subprocess.run(["unshare", "-Urm", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("the kernel gives no mount namespace to this user")
+    code = """
+import os, subprocess
+from hicache.memory.arena import Arena
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", "/dev/shm"], check=True)
+arena = Arena(16, 1 << 20)
+arena.rows[:] = 7
+print(os.statvfs("/dev/shm").f_blocks * 4096, os.listdir("/dev/shm"), int(arena.rows.min()))
+"""
+    done = subprocess.run(
+        ["unshare", "-Urm", sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.stdout, done.stderr) == ("1048576 [] 7\n", "")
+
+
 @pytest.mark.case("MEM-4")
 def test_more_than_the_control_group_allows_is_refused_before_anything_is_made(tmp_path: Path) -> None:
     (tmp_path / "proc/self").mkdir(parents=True)
