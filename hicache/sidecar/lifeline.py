@@ -194,7 +194,9 @@ class LifelineServer:
         self._timers: dict[bytes, asyncio.TimerHandle] = {}
         self._closed = False
 
-    def __len__(self) -> int:
+    @property
+    def count(self) -> int:
+        """Lifelines now, with those whose connection has ended and whose process may still touch memory."""
         return len(self._lifelines)
 
     async def listen(self, path: str, *, mode: int = 0o600) -> None:

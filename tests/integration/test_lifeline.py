@@ -219,7 +219,7 @@ def test_a_killed_client_is_seen_to_be_gone_within_a_second(tmp_path: Path) -> N
                 os.kill(client.pid, signal.SIGKILL)
                 took.append(await at(lifeline.when_gone) - start)
                 assert lifeline.ended
-                assert len(here.server) == 0
+                assert here.server.count == 0
         return took
 
     took = run(main())
@@ -252,7 +252,7 @@ def test_who_says_that_it_is_finished_or_never_mapped_anything_is_gone_at_once(t
             assert await client.tell("finish" if maps else "close")
             await at(lifeline.when_gone)
             assert client.process.poll() is None
-            assert len(here.server) == 0
+            assert here.server.count == 0
 
     run(main())
 
@@ -472,10 +472,10 @@ class TestHostile:
         async def main() -> int:
             async with scene(tmp_path) as here:
                 await here.here(lambda client: client.key)
-                await settled(lambda: len(here.server) == 0)
+                await settled(lambda: here.server.count == 0)
                 before = descriptors()
                 connections = await asyncio.to_thread(attack, here.path)
-                await settled(lambda: len(here.server) == 0)
+                await settled(lambda: here.server.count == 0)
                 assert descriptors() == before
                 await here.here(lambda client: client.key)
                 return connections
@@ -570,7 +570,7 @@ class TestHostile:
                             client.close()
 
                     await asyncio.to_thread(work)
-                    await settled(lambda: len(here.server) == 0)
+                    await settled(lambda: here.server.count == 0)
                     await here.here(lambda client: client.key)
 
         for name in ("limit", "per_process"):
@@ -622,11 +622,11 @@ class TestHostile:
                     client.finish()
 
                 await here.here(work)
-                await settled(lambda: len(here.server) == 0)
+                await settled(lambda: here.server.count == 0)
                 before = descriptors()
                 for _ in range(200):
                     await here.here(work)
-                await settled(lambda: len(here.server) == 0)
+                await settled(lambda: here.server.count == 0)
                 assert descriptors() == before
 
         run(main())
