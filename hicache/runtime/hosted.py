@@ -275,6 +275,12 @@ class HostedRequest:
             self._counts = self._cache.release(self.lease, aborted=aborted)
         return self._counts
 
+    def discard(self) -> None:
+        """Give everything back, and count nothing: nobody was given it. Idempotent."""
+        if self._counts is None:
+            self._cache.uncounted(self.lease)
+            self.close(aborted=True)
+
     def ended(self, counts: RequestCounts) -> None:
         """Its cache has closed it."""
         self._counts = counts

@@ -213,6 +213,11 @@ class HostedCache(LeasingCache):
     def on_change(self, call: Callable[[], None]) -> None:
         self._on_change = self._reducer.on_change = call
 
+    def let_go_of_words(self) -> None:
+        """After `close`, when nothing is under way: give up the view of the generation words."""
+        with self._reducer.lock:
+            self.words = self._core.registry.tables[1].words = None
+
     @property
     def closed(self) -> bool:
         """Whether `close` was called, or this is a forked child."""

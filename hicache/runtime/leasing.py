@@ -126,6 +126,12 @@ class LeasingCache(Upkeep):
             self._reducer.settle()
         return counts
 
+    def uncounted(self, lease: Lease) -> None:
+        """The lease is nobody's request: its end will not be counted."""
+        with self._reducer.lock:
+            self._leases.pop(lease, None)
+            self._past.pop(lease, None)
+
     def drop(self, lease: Lease) -> None:
         """A request was collected without being closed. May be called by a finaliser, anywhere."""
         if self._refusal is not FORKED:

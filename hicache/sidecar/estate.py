@@ -218,6 +218,11 @@ class Proofs:
         failing: Slots = slots[sums_of(self._host, slots) != self._sums[slots]]
         return failing
 
+    def close(self) -> None:
+        """Let go of the words' memory. Nothing is pending any more."""
+        self.left = 0
+        self._words = np.zeros(0, np.uint64)
+
     def settle(self, slots: Slots) -> None:
         """These have been looked at."""
         self.left -= int(np.count_nonzero(self._open[slots]))

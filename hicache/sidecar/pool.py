@@ -170,9 +170,9 @@ class Pool:
                 if await self.proven(request):
                     return request
             except BaseException:
-                request.close(aborted=True)
+                request.discard()
                 raise
-            request.close(aborted=True)
+            request.discard()
 
     # ---- prompts that the service itself brings up
 
@@ -243,6 +243,12 @@ class Pool:
         for watch in self.watches:
             watch.close()
         if not abandoned:
+            # Views keep memory mapped, and others wait for it.
+            for pages in self._ranks.values():
+                pages.close()
+            self._ranks.clear()
+            self.proofs.close()
+            self.cache.let_go_of_words()
             self.host.close()
         self.words.close()
         return abandoned

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import pytest
 
 import hicache
-from hicache.config import Config, Host, Leases, Limits, Quota, Size
-from hicache.core.symbols import symbols
+from hicache.config import Leases, Limits, Quota, Size
 from hicache.errors import (
     ConfigError,
     GeometryError,
@@ -29,150 +26,8 @@ from hicache.errors import (
     PermissionDenied,
     ServiceUnavailable,
 )
-from hicache.rpc.service import Attached, Attachment, Caller, Piece, RequestScope, Revoked, Target
-from hicache.sidecar.processes import Peer
-from hicache.sidecar.quotas import Quotas
-from hicache.sidecar.service import SidecarService
-from hicache.sidecar.session import SidecarSession
-from hicache.storage.registry import open_storage
-
-PAGE = 16
-PLAIN = RequestScope()
-GEOMETRY = hicache.KVGeometry.mha(4, kv_heads=4, head_dim=64, dtype="bfloat16", head_group=1)
-NAMESPACE = hicache.Namespace("org/model", revision="1", geometry=GEOMETRY, page_size=PAGE, hash="sha256")
-
-
-class FakeLifeline:
-    """A client's process, without the process."""
-
-    peer = Peer(0, 0, 0)
-
-    def __init__(self) -> None:
-        self.gone = False
-        self.grants: dict[int, tuple[int, int]] = {}
-        self._calls: list[Callable[[], None]] = []
-
-    def when_ended(self, call: Callable[[], None]) -> None:
-        self._calls.insert(0, call)
-
-    def when_gone(self, call: Callable[[], None]) -> None:
-        self._calls.append(call)
-
-    def die(self) -> None:
-        self.gone = True
-        for call in self._calls:
-            call()
-
-
-class FakeLifelines:
-    """Lifelines by key."""
-
-    def __init__(self) -> None:
-        self.lines: dict[bytes, FakeLifeline] = {}
-
-    def find(self, key: bytes) -> FakeLifeline | None:
-        return self.lines.get(key)
-
-    def connect(self) -> tuple[bytes, FakeLifeline]:
-        key = len(self.lines).to_bytes(16, "little")
-        self.lines[key] = FakeLifeline()
-        return key, self.lines[key]
-
-
-@asynccontextmanager
-async def running(
-    *, storage: str | None = None, size: int = 16 << 20, quotas: dict[str, Quota] | None = None, **sections: Any
-) -> AsyncIterator[tuple[SidecarService, FakeLifelines]]:
-    """A service that takes requests."""
-    config = Config(**({"host": Host(bytes=Size(size), populate=False)} | sections))
-    backend = None if storage is None else open_storage(storage)
-    lifelines = FakeLifelines()
-    service = SidecarService(config, quotas=Quotas(quotas), storage=backend, lifelines=cast("Any", lifelines))
-    service.ready = True
-    try:
-        yield service, lifelines
-    finally:
-        for session in service.sessions:
-            session.end(orderly=True)
-        for lifeline in lifelines.lines.values():
-            lifeline.die()
-        left = await service.drain(5.0)
-        ending = await service.close(5.0)
-        if backend is not None:
-            backend.close()
-        assert (left, ending.dropped_pages) == (0, 0)
-
-
-def hashes(tokens: np.ndarray, scope: RequestScope = PLAIN, namespace: hicache.Namespace = NAMESPACE) -> bytes:
-    hasher = namespace.derive(adapter=scope.adapter, salt=scope.salt).hasher()
-    return hasher.extend(None, symbols(tokens, PAGE), len(tokens) // PAGE)
-
-
-def prompt(pages: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 2**32, pages * PAGE, dtype=np.uint32)
-
-
-def page_bytes(page_hash: bytes, size: int) -> bytes:
-    """What stands in a page follows from its hash, so that any mix-up shows."""
-    seed = int.from_bytes(page_hash[:8], "little")
-    return np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8).tobytes()
-
-
-class Client:
-    """A streaming client that writes true bytes."""
-
-    def __init__(self, session: SidecarSession, attached: Attached) -> None:
-        self.session = session
-        self.attached = attached
-        self.now = asyncio.get_running_loop().time
-
-    @classmethod
-    async def attach(cls, service: SidecarService, caller: Caller = Caller(), **fields: Any) -> Client:  # noqa: B008
-        session = await service.open_session(caller, "test")
-        fields = {"namespace": NAMESPACE, "streamed": True} | fields
-        return cls(session, await session.attach(Attachment(1, **fields)))
-
-    async def lease(self, tokens: np.ndarray, scope: RequestScope = PLAIN, limit: int | None = None) -> Any:
-        names = hashes(tokens, scope)
-        pages = len(names) // 32
-        return await self.session.lease(
-            1,
-            scope,
-            names,
-            tokens=len(tokens),
-            limit=pages if limit is None else limit,
-            priority=0,
-            until=self.now() + 5.0,
-        )
-
-    async def store(self, tokens: np.ndarray, scope: RequestScope = PLAIN) -> int:
-        """Commit what is not there yet; returns the pages found."""
-        lease = await self.lease(tokens, scope)
-        found = len((await self.session.load(lease.lease, until=self.now() + 5.0)).slots) // 4
-        names = hashes(tokens, scope)
-        pages = len(names) // 32
-        await self.session.reserve(lease.lease, pages - found, until=None)
-        for page in range(found, pages):
-            data = page_bytes(names[page * 32 :][:32], self.attached.rank_page_bytes)
-            await self.session.put_bytes(lease.lease, Piece(page, 0, data))
-        told = tokens[found * PAGE :].tobytes()
-        assert self.session.commit(lease.lease, pages, tokens=told, first_page=found, extras=b"") == pages
-        self.session.release(lease.lease, aborted=False)
-        return found
-
-    async def check(self, tokens: np.ndarray, scope: RequestScope = PLAIN) -> int:
-        """Load and compare every byte; returns the pages found."""
-        lease = await self.lease(tokens, scope)
-        found = len((await self.session.load(lease.lease, until=self.now() + 5.0)).slots) // 4
-        names = hashes(tokens, scope)
-        got: dict[int, bytearray] = {page: bytearray() for page in range(found)}
-        async for piece in self.session.get_bytes(lease.lease, 0, found):
-            assert piece.offset == len(got[piece.page])
-            got[piece.page] += piece.data
-        for page, data in got.items():
-            assert data == page_bytes(names[page * 32 :][:32], self.attached.rank_page_bytes)
-        self.session.release(lease.lease, aborted=False)
-        return found
+from hicache.rpc.service import Caller, Piece, RequestScope, Revoked, Target
+from hicache.testing.sessions import NAMESPACE, PAGE, PLAIN, Client, hashes, page_bytes, prompt, running
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
@@ -334,7 +189,7 @@ def test_ranks_that_disagree_are_refused() -> None:
 
 
 def test_lost_rank_aborts_and_keeps_its_slots_until_it_is_gone() -> None:
-    """A mapped rank that vanishes may still write: the reservation ends, its slots come back when the process is gone."""
+    """A mapped rank that vanishes may still write: the reservation ends, its slots come back when it is gone."""
 
     async def test() -> None:
         async with running() as (service, lifelines):
