@@ -7,7 +7,6 @@ emptied and cut off, one after the other. Prints what each did; exit code 1 when
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import logging
 import sys
@@ -20,13 +19,14 @@ from pathlib import Path
 from hicache.analytics.trace import TraceRequest
 from hicache.analytics.traces import open_trace
 from hicache.testing import redischaos
-from hicache.testing.chaos import ChaosOptions, ChaosReport, replay_at
+from hicache.testing.chaos import ChaosOptions, ChaosReport, mixed, replay_at
 from hicache.testing.redischaos import Place
 from hicache.testing.servers import binaries, has_tls
 
 ROOT = Path(__file__).resolve().parent.parent
 TRACE = ROOT / "benchmarks" / "traces" / "conversation_1000.jsonl"
 PLACES = ("single", "cluster", "sentinel", "tls")
+HOT = 60  # requests that come again and again, with more pages than both pools have: storage is always asked
 CALL_DEADLINE = 3.0  # the default of the URL's parameter
 
 
@@ -42,14 +42,14 @@ def opened(kind: str, folder: Path, options: argparse.Namespace) -> AbstractCont
 
 def one(kind: str, trace: list[TraceRequest], options: argparse.Namespace) -> ChaosReport:
     wanted = ChaosOptions(
-        device_pages=800,
-        host_pages=1200,
+        device_pages=400,
+        host_pages=500,
         requests=options.requests,
         request_deadline=options.deadline,
         call_deadline=CALL_DEADLINE,
     )
     with tempfile.TemporaryDirectory(prefix="hicache-chaos-") as folder, opened(kind, Path(folder), options) as place:
-        return replay_at(place.url, wanted, itertools.cycle(trace), place.steps)
+        return replay_at(place.url, wanted, mixed(trace, hot=HOT), place.steps)
 
 
 def show(kind: str, report: ChaosReport, seconds: float) -> None:
@@ -76,7 +76,12 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--place", action="append", choices=PLACES, help="what is replayed on (default: all)")
     parser.add_argument("--server", choices=list(binaries()), help="which server (default: the first that is here)")
-    parser.add_argument("--trace", type=Path, default=TRACE, help="repeated where it is shorter than --requests")
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        default=TRACE,
+        help="its first requests come again and again, the others once or more often",
+    )
     parser.add_argument("--requests", type=int, default=3000, help="to replay at least (default: 3000)")
     parser.add_argument("--deadline", type=float, default=1.0, help="seconds a request waits (default: 1)")
     parser.add_argument("--hold", type=float, default=3.0, help="seconds that most trouble lasts (default: 3)")

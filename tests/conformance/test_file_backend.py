@@ -11,6 +11,7 @@ from hicache.storage.base import StorageBackend
 from hicache.storage.codec import padded
 from hicache.storage.registry import open_storage
 from hicache.testing.storage import StorageBackendTests
+from hicache.testing.wrapped import WRAPPERS
 from hicache_file import FileBackend
 
 OVERHEAD = 4096 + 256  # header block, and what a name counts
@@ -86,3 +87,13 @@ class TestByUrl(TestFileBackend):
 class TestDurable(TestFileBackend):
     def open(self, path: Path, capacity: int | None = None) -> StorageBackend:
         return FileBackend(str(path), capacity=capacity, fsync=True)
+
+
+class TestInEachWrapper(TestFileBackend):
+    @pytest.fixture(autouse=True, params=WRAPPERS)
+    def opened(self, request: pytest.FixtureRequest, folder: None) -> None:
+        self.wrapper = WRAPPERS[request.param]
+        self.backend = self.make_backend()
+
+    def open(self, path: Path, capacity: int | None = None) -> StorageBackend:
+        return self.wrapper(super().open(path, capacity))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
 from hicache.core.keys import ObjectKey
 from hicache.storage.base import StorageBackend
-from hicache.storage.breaker import BreakerBackend, BreakerPolicy
 from hicache.storage.memory import MemoryBackend
-from hicache.storage.retry import RetryingBackend, RetryPolicy
-from hicache.storage.wrappers import GuardedBackend, MeteredBackend, WrapperBackend
-from hicache.testing.faults import DamageableMemory, FaultyStorage, LatencyStorage
+from hicache.testing.faults import DamageableMemory
 from hicache.testing.storage import StorageBackendTests
+from hicache.testing.wrapped import WRAPPERS
 
 HEADERS = 200  # more than any header here, less than half a payload
 
@@ -43,36 +43,14 @@ class TestBare(StorageBackendTests):
         return MemoryBackend()
 
 
-class TestGuarded(TestMemoryBackend):
+class TestInEachWrapper(TestMemoryBackend):
+    def setup_method(self) -> None:
+        pass  # the wrapper comes first
+
+    @pytest.fixture(autouse=True, params=WRAPPERS)
+    def opened(self, request: pytest.FixtureRequest) -> None:
+        self.wrapper = WRAPPERS[request.param]
+        self.backend = self.make_backend()
+
     def wrap(self, backend: StorageBackend) -> StorageBackend:
-        return GuardedBackend(backend)
-
-
-class TestMetered(TestMemoryBackend):
-    def wrap(self, backend: StorageBackend) -> StorageBackend:
-        return MeteredBackend(backend)
-
-
-class TestPassedOn(TestMemoryBackend):
-    def wrap(self, backend: StorageBackend) -> StorageBackend:
-        return WrapperBackend(backend)
-
-
-class TestFaultyWithoutFaults(TestMemoryBackend):
-    def wrap(self, backend: StorageBackend) -> StorageBackend:
-        return FaultyStorage(backend)
-
-
-class TestFarAway(TestMemoryBackend):
-    def wrap(self, backend: StorageBackend) -> StorageBackend:
-        return LatencyStorage(backend, per_call=0.01, bytes_per_second=1e9, sleep=lambda seconds: None)
-
-
-class TestBehindABreaker(TestMemoryBackend):
-    def wrap(self, backend: StorageBackend) -> StorageBackend:
-        return BreakerBackend(backend, BreakerPolicy())
-
-
-class TestTriedAgain(TestMemoryBackend):
-    def wrap(self, backend: StorageBackend) -> StorageBackend:
-        return RetryingBackend(backend, RetryPolicy())
+        return self.wrapper(backend)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
 
 from hicache.core.keys import ObjectKey
 from hicache.storage.base import StorageBackend, StorageUrl
-from hicache.storage.breaker import BreakerPolicy
 from hicache.storage.registry import open_storage
-from hicache.storage.retry import RetryPolicy
 from hicache.testing.servers import Cluster, RespError, Server, binaries
 from hicache.testing.storage import StorageBackendTests
+from hicache.testing.wrapped import WRAPPERS
 from hicache_redis import RedisBackend
 
 PREFIX = "t"
@@ -58,9 +58,7 @@ class RedisTests(StorageBackendTests):
         return True
 
 
-@pytest.fixture(scope="class", params=SERVERS)
-def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
-    folder = tmp_path_factory.mktemp("r")
+def start(request: pytest.FixtureRequest, folder: Path) -> Iterator[list[Server]]:
     binary = binaries()[request.param]
     if request.cls.nodes > 1:
         with Cluster(binary, folder, nodes=request.cls.nodes) as cluster:
@@ -68,6 +66,16 @@ def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     else:
         with Server(binary, folder) as server:
             yield [server]
+
+
+@pytest.fixture(scope="class", params=SERVERS)
+def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
+    yield from start(request, tmp_path_factory.mktemp("r"))
+
+
+@pytest.fixture(scope="class", params=SERVERS[:1])
+def one_running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
+    yield from start(request, tmp_path_factory.mktemp("r"))
 
 
 class TestRedisBackend(RedisTests):
@@ -101,11 +109,6 @@ class TestByUrl(RedisTests):
         return open_storage(self.url())
 
 
-class TestInEveryWrapper(RedisTests):
-    def make_backend(self) -> StorageBackend:
-        return open_storage(self.url(), retry=RetryPolicy(), breaker=BreakerPolicy(timeout=60))
-
-
 class TestClusterBackend(RedisTests):
     nodes = 3
 
@@ -119,3 +122,26 @@ class TestClusterBackend(RedisTests):
             except RespError as error:
                 if "MOVED" not in str(error):
                     raise
+
+
+class InEachWrapper(RedisTests):
+    """On one of the servers: wrappers do not know which it is."""
+
+    @pytest.fixture(autouse=True, params=WRAPPERS)
+    def opened(self, request: pytest.FixtureRequest, one_running: list[Server]) -> None:
+        self.wrapper = WRAPPERS[request.param]
+        self.servers = one_running
+        for server in one_running:
+            server.call("FLUSHALL")
+        self.backend = self.make_backend()
+
+    def make_backend(self) -> StorageBackend:
+        return self.wrapper(RedisBackend.from_url(StorageUrl.parse(self.url())))
+
+
+class TestInEachWrapper(InEachWrapper):
+    pass
+
+
+class TestClusterInEachWrapper(InEachWrapper, TestClusterBackend):
+    pass
