@@ -38,6 +38,7 @@ from hicache.core.recorder import RecordedCore
 from hicache.core.recordings import MemorySegments
 from hicache.errors import OutOfSlots, StorageError
 from hicache.runtime.queues import Bound
+from hicache.storage.breaker import BreakerPolicy
 from hicache.testing.cachedriver import CacheDriver
 from hicache.testing.choices import SeededChoices
 from hicache.testing.coredriver import CoreDriver
@@ -48,6 +49,7 @@ ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "build" / "soak"
 SECONDS = 600
 GRACE = 120  # seconds that a round under way gets to end before it counts as hung
+CALL_TIMEOUT = 0.1  # seconds; calls that take longer count as hung
 POLICIES = ("write_through", "write_through_selective", "write_back", EdgePolicy(1, on_eviction=True))
 
 
@@ -123,6 +125,7 @@ def cache_round(seed: int) -> Counter[str]:
         read_bound=_bound(choice),
         write_bound=_bound(choice),
         copy_bound=_bound(choice),
+        breaker=choice.choice([None, BreakerPolicy(failures=1, timeout=1.0, interval=1.0)]),
         flight_recorder=hicache.FlightRecorder(segment_bytes=1 << 20),
         **backing,
     )
@@ -152,10 +155,14 @@ def threads_round(seed: int) -> Counter[str]:
             prefetch=choice.choice(["timeout", "wait_complete", "best_effort"]),
             prefetch_timeout=choice.choice([0.01, 0.2]),
             prefill_tokens_per_second=choice.choice([None, None, 100.0, 1e6]),
+            call_timeout=CALL_TIMEOUT,
+            probe_seconds=0.1,
+            max_hung=choice.choice([1, 4, 16]),
+            breaker=BreakerPolicy(failures=choice.choice([2, 5]), timeout=CALL_TIMEOUT, interval=0.2),
             flight_recorder=hicache.FlightRecorder(segment_bytes=1 << 20),
         )
         try:
-            seen = _engines(cache, Path(folder), seed)
+            seen = _engines(cache, storage, Path(folder), seed)
             _at_rest(cache)
         except BaseException as error:
             path = _dump(cache, f"threads-{seed}")
@@ -176,8 +183,10 @@ def hicache_storage(folder: str, choice: random.Random) -> Any:
     return configured(f"file://{folder}/store?capacity={choice.choice(['200KiB', '100MiB'])}")
 
 
-def _engines(cache: hicache.EmbeddedCache, folder: Path, seed: int, *, engines: int = 4) -> Counter[str]:
-    """Engines at work for some seconds, and somebody who damages files meanwhile."""
+def _engines(
+    cache: hicache.EmbeddedCache, storage: FaultyStorage, folder: Path, seed: int, *, engines: int = 4
+) -> Counter[str]:
+    """Engines at work for some seconds, and somebody who damages files and takes storage away meanwhile."""
     end = time.monotonic() + 4.0
     errors: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
     seen: Counter[str] = Counter()
@@ -202,6 +211,8 @@ def _engines(cache: hicache.EmbeddedCache, folder: Path, seed: int, *, engines: 
     damaging = random.Random(f"{seed} damage")
     while any(thread.is_alive() for thread in threads):
         seen["objects damaged"] += _damage(folder, damaging)
+        if damaging.random() < 0.1:
+            seen[_exchange(cache, storage, damaging)] += 1
         threads[0].join(0.05)
         if not threads[0].is_alive():
             for thread in threads:
@@ -249,8 +260,20 @@ def _damage(folder: Path, choice: random.Random) -> int:
     return 1
 
 
+def _exchange(cache: hicache.EmbeddedCache, storage: FaultyStorage, choice: random.Random) -> str:
+    """Storage is detached, or is there again."""
+    try:
+        if "storage: detached" in cache.statistics().degraded:
+            cache.attach_storage(storage)
+            return "attached"
+        cache.detach_storage(choice.choice([0.0, 0.2]), force=choice.random() < 0.7)
+        return "detached"
+    except (StorageError, OSError):
+        return "not exchanged"
+
+
 def _sometimes(choice: random.Random) -> Callable[[Call], Any]:
-    """Most calls go well; some raise, lie or are slow."""
+    """Most calls go well; some raise, lie, are slow, or so slow that they count as hung."""
 
     def fault(call: Call) -> Any:
         what = choice.random()
@@ -262,6 +285,8 @@ def _sometimes(choice: random.Random) -> Callable[[Call], Any]:
             return list(call.apply())[:-1]
         if what < 0.10:
             time.sleep(choice.random() * 0.02)
+        if what > 0.99:
+            time.sleep(4 * CALL_TIMEOUT)
         return call.apply()
 
     return fault

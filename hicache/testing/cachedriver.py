@@ -17,6 +17,7 @@ from hicache.core.identity import Adapter
 from hicache.errors import InvalidInput, OutOfSlots, StorageError
 from hicache.memory.writer import READY
 from hicache.records import Match, PageResult, Tier
+from hicache.runtime.attaching import under_way
 from hicache.testing.cachelife import NAMESPACE, Engine, Written
 from hicache.testing.driverframe import DEEPEST, SCOPES, TICK, DriverFrame, whole_pages
 from hicache.testing.truth import Violation, require
@@ -254,6 +255,8 @@ class CacheDriver(DriverFrame):
 
     def _sweep(self) -> None:
         reducer = self._life.parts.reducer
+        if reducer.forgetting:
+            reducer.forget()
         with reducer.lock:
             reducer.sweeping = self._life.core.sweep(self._choices.integer(1, 6)) > 0
 
@@ -295,6 +298,32 @@ class CacheDriver(DriverFrame):
             self._note("clear")
             if before is not None and life is self._life and not life.over:
                 life.remember_cleared(digest, before + 1)
+
+    def _detach_or_attach(self) -> None:
+        """Storage is taken away or given back, whatever is under way."""
+        life, cache, storage = self._life, self._life.cache, self._storage
+        if storage is None or cache._attaching.locked():
+            return
+        if not cache._attached:
+            try:
+                cache.attach_storage(storage)
+            except (StorageError, OSError):  # it could not tell its generations
+                self._note("attach failed")
+            else:
+                self._note("attached")
+            return
+        deadline, force = self._pick((0.0, 4 * TICK, 8.0)), self._one_in(2)
+        self._until = life.clock.now() + deadline
+        try:
+            cache.detach_storage(deadline, force=force)
+        except StorageError:
+            require(not force, "detaching was refused although it was forced")
+            self._note("detach refused")
+        else:
+            require(
+                not life.parts.executor.running or force or not under_way(life.parts), "detached with work under way"
+            )
+            self._note("detached")
 
     def _spoil(self) -> None:
         """Objects are damaged, lost or replaced behind the cache's back."""
@@ -355,6 +384,9 @@ class CacheDriver(DriverFrame):
             self._finish_work()
             life.check()
             life.check_idle()
+            told = life.cache.statistics().storage
+            if told is not None and any(breaker.opened for breaker in told.breakers):
+                self._note("breaker opened")
             life.over = True
             report = life.cache.close(8.0)
             left = (report.abandoned_pages, report.aborted_requests, report.stuck_threads)

@@ -359,7 +359,8 @@ class Life:
 
         device = leading(Tier.DEVICE)
         host = max(device, leading(Tier.HOST))
-        return Match(device, host - device, max(host, leading(Tier.STORAGE)) - host)
+        stored = leading(Tier.STORAGE) if self.parts.storage is not None and self.parts.storage.attached else 0
+        return Match(device, host - device, max(host, stored) - host)
 
     def replay_events(self) -> None:
         """Bring the model up to date."""

@@ -150,6 +150,7 @@ class DriverFrame:
         ("evict", 6),
         ("clear", 1),
         ("spoil", 3),
+        ("detach_or_attach", 2),
         ("restart", 1),
     )
     """What there is to do, and how often it is chosen."""

@@ -20,6 +20,7 @@ from hicache.core.config import EdgePolicy
 from hicache.core.keys import ObjectKey
 from hicache.runtime.queues import Bound
 from hicache.storage.base import StorageBackend
+from hicache.storage.breaker import BreakerPolicy
 from hicache.testing.cachedriver import CacheDriver
 from hicache.testing.choices import Choices, SeededChoices
 from hicache.testing.faults import DamageableMemory
@@ -79,6 +80,7 @@ def any_options(choices: Choices) -> dict[str, Any]:
         "touch_seconds": pick("auto", None, 0.5),
         "generation_seconds": pick(None, 1.0),
         "prefill_tokens_per_second": pick(None, None, 8.0),
+        "breaker": pick(None, BreakerPolicy(failures=1, timeout=1.0, interval=1.0)),
     }
 
 
@@ -158,6 +160,8 @@ def test_the_driver_reaches_everything() -> None:
     for seed in range(32):
         seen.update(drive_in_memory(SeededChoices(seed), STEPS).seen)
     assert set(seen) >= {
+        "attached",
+        "breaker opened",
         "bypassed",
         "clear",
         "clear not confirmed",
@@ -168,6 +172,8 @@ def test_the_driver_reaches_everything() -> None:
         "committed behind an event",
         "copy answered wrongly",
         "copy failed",
+        "detach refused",
+        "detached",
         "dropped",
         "ended in order",
         "event failed",
