@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from hicache.cli.output import warn
@@ -61,6 +62,6 @@ def run(options: argparse.Namespace) -> int:
     return EXIT_FINE
 
 
-def _say(what: dict[str, object] | str) -> None:
+def _say(what: Mapping[str, object] | str) -> None:
     sys.stdout.write(f"{what if isinstance(what, str) else json.dumps(what)}\n")
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""`hicache unpin ADDRESS NAME`: let a pinned prefix go."""
+"""`hicache unpin ADDRESS --name NAME`: let a pinned prefix go."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HELP = "let pinned prefixes go"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options."""
     add_service_arguments(parser)
-    parser.add_argument("name", nargs="?", metavar="NAME", help="of the pin, as `hicache pins` shows it")
+    parser.add_argument("--name", metavar="NAME", help="the pin, as `hicache pins` shows it")
     parser.add_argument("--all", action="store_true", help="all pins of this caller's tenant")
 
 
@@ -23,7 +23,7 @@ def run(options: argparse.Namespace) -> int:
     from hicache.cli.main import EXIT_FINE
 
     if (options.name is None) != options.all or options.name == "":
-        raise ConfigError("unpin what? give the NAME of one pin, or --all")
+        raise ConfigError("unpin what? give --name for one pin, or --all")
     with connected(options) as client:
         ended = client.unpin(options.name or "")
     if options.json:

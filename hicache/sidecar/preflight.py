@@ -202,7 +202,7 @@ async def _round(
             await asyncio.to_thread(pool.cache.clear, salt=_SALT)
         return "" if same else "it came back with OTHER BYTES: do not use this"
     finally:
-        await service.drain(_PATIENCE)
+        await service.close(_PATIENCE)
 
 
 def _namespaces(storage: StorageBackend) -> Iterator[Finding]:
