@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import time
-import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import quote
@@ -13,7 +12,7 @@ from urllib.parse import quote
 import pytest
 
 from hicache.errors import ConfigError, InvalidInput, StorageUnavailable
-from hicache.storage.base import ObjectKey, ObjectStatus, StorageBackend, StorageUrl, StoredObject
+from hicache.storage.base import ObjectStatus, StorageBackend, StorageUrl
 from hicache.storage.fsck import check_storage
 from hicache.testing.certificates import make_certificates
 from hicache.testing.objects import NAMESPACE, make_chain, make_key, make_object, pattern, read, status_of
@@ -393,24 +392,3 @@ def test_a_fork_may_not_use_its_parents_connections(
     with pytest.raises(Exception, match="forked process"):
         backend.contains([make_key(1)])
     monkeypatch.undo()
-
-
-def test_reading_much_allocates_little(server: Server, open_url: Open) -> None:
-    backend = open_url(f"redis://127.0.0.1:{server.port}/0")
-    size = 4 << 20
-    objects: list[StoredObject] = [make_object(make_key(i), bytes([i]) * size) for i in range(8)]
-    keys: list[ObjectKey] = [stored.key for stored in objects]
-    backend.put(objects)
-    buffers = [memoryview(bytearray(size)) for _ in keys]
-    backend.get_into(keys, buffers)
-    tracemalloc.start()
-    try:
-        for _ in range(4):  # 128 MiB
-            assert status_of(backend.get_into(keys, buffers)) == [OK] * 8
-            assert status_of(backend.put(objects)) == [OK] * 8
-            server.call("FLUSHALL")
-            assert status_of(backend.put(objects)) == [OK] * 8
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert peak < 1 << 20
