@@ -25,7 +25,7 @@ from hicache.core.layout import KVGeometry
 from hicache.core.symbols import check_page_size
 from hicache.errors import InvalidInput, NamespaceError
 
-__all__ = ["Adapter", "DerivedNamespace", "Namespace", "can_cache", "normal_model_name"]
+__all__ = ["Adapter", "DerivedNamespace", "Namespace", "can_cache", "normal_model_name", "secret_digest"]
 
 _TAG: Final = b"hicache-namespace-v1"
 _SECRET_TAG: Final = b"hicache-secret-v1"
@@ -269,10 +269,15 @@ class DerivedNamespace:
         }
 
     def _secret(self, what: str, value: str | None) -> str | None:
-        if value is None:
-            return None
-        # Bound to the namespace, so that a salt that is used with two models is not recognised by its digest.
-        return digest16(_SECRET_TAG + self.base.digest + frame_text(what) + frame_text(value)).hex()
+        return None if value is None else secret_digest(self.base.digest, what, value)
+
+
+def secret_digest(base: bytes, what: str, value: str) -> str:
+    """What stands for a tenant or a salt (`what`) in the manifests of a base namespace, by its digest.
+
+    It is bound to the namespace, so that a salt that is used with two models is not recognised.
+    """
+    return digest16(_SECRET_TAG + base + frame_text(what) + frame_text(value)).hex()
 
 
 def _check_digest(value: object, what: str) -> None:

@@ -14,12 +14,14 @@ from hicache.memory.writer import WriterEvent
 from hicache.records import PageResult
 from hicache.runtime.planner import Planner
 from hicache.runtime.queues import Bound
+from hicache.runtime.quota import StorageQuota
 from hicache.runtime.reducer import Reducer
 from hicache.runtime.storage_io import StorageIO
 
 _log = logging.getLogger("hicache.runtime")
 
 COPY_QUEUE_FULL = "copy_queue_full"
+QUOTA = "storage_quota"
 
 
 class Executor:
@@ -32,6 +34,7 @@ class Executor:
         running: transfers begun and not completed, by id.
         shed: pages turned away at a queue's bound, by reason.
         planner: learns from transfers how long they take; set once.
+        quota: what may be put to storage; None: anything.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class Executor:
         self.running: dict[int, Transfer] = {}
         self.shed: Counter[str] = Counter()
         self.planner: Planner | None = None
+        self.quota: StorageQuota | None = None
         reducer.dispatch = self.start
 
     def start(self, transfer: Transfer) -> None:
@@ -97,8 +101,15 @@ class Executor:
             return self._write_back(transfer)
         assert self._storage is not None
         storage = self._storage
+        quota = self.quota if kind is TransferKind.PUT else None
+        if quota is not None and not quota.begin(transfer):
+            return QUOTA
         begin = {TransferKind.FETCH: storage.fetch, TransferKind.PUT: storage.put, TransferKind.TOUCH: storage.touch}
-        return "" if begin[kind](transfer, self.done) else storage.refusal(kind)
+        if begin[kind](transfer, self.done):
+            return ""
+        if quota is not None:
+            quota.turned_away(transfer)
+        return storage.refusal(kind)
 
     def _write_back(self, transfer: Transfer) -> str:
         copying = self._copying
@@ -123,6 +134,8 @@ class Executor:
             results = [PageResult.FAILED] * transfer.count
         if self.planner is not None:
             self.planner.ended(transfer, results)
+        if self.quota is not None:
+            self.quota.ended(transfer, results)
         self._reducer.core.complete(number, results)
 
 

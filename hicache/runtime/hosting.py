@@ -34,6 +34,7 @@ from hicache.runtime.options import PrefetchTimeout
 from hicache.runtime.parts import Parts
 from hicache.runtime.pools import Pools
 from hicache.runtime.port import StoragePort
+from hicache.runtime.quota import Account, StorageQuota
 from hicache.runtime.ringing import LoopRinger
 from hicache.runtime.scopes import Scope
 from hicache.runtime.wiring import HASH_SIZE, settings_of, wire
@@ -54,6 +55,7 @@ def open_hosted(
     storage: str | StorageBackend | None = None,
     words: Words | None = None,
     tenant: str | None = None,
+    account: Account | None = None,
     wake: Callable[[], None] | None = None,
     publish: Callable[[Iterable[Event]], None] | None = None,
     write_policy: str | EdgePolicy = "write_through",
@@ -71,6 +73,7 @@ def open_hosted(
         storage: as in `hicache.open`. None is none, unless `attachable=True`.
         words: uint64 `(slots,)`, raised by one whenever a slot is given away; it may be memory that readers share.
         tenant: whose pages: the namespaces without one are not this cache's. It is asked about at once.
+        account: bounds the bytes that are put to storage; None: nothing does.
         wake: as in `HostedCache.start`.
         publish: as in `HostedCache.start`.
         write_policy: of HOST to STORAGE.
@@ -108,6 +111,8 @@ def open_hosted(
             port = StoragePort(backend, owned=isinstance(storage, str), now=clock.now)
             undo.callback(port.close)
         parts = wire(namespace, settings, pools=pools, port=port, clock=clock, undo=undo, hashes=True, words=words)
+        if account is not None and port is not None:
+            parts.executor.quota = StorageQuota(account, page_bytes=page_bytes)
         cache = HostedCache(parts, tenant=tenant)
         undo.pop_all()
     if wake is not None:

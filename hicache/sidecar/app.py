@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from hicache.config import Config, Quota
 from hicache.errors import ConfigError
 from hicache.memory.limits import check_memory
+from hicache.records import Tier
 from hicache.rpc.address import Address
 from hicache.rpc.server import Listener, RpcServer
 from hicache.rpc.service import Caller
@@ -31,6 +32,7 @@ from hicache.sidecar.service import SidecarService
 from hicache.sidecar.sockets import claim
 from hicache.sidecar.takeover import TakeoverServer, send, wait_for_estate
 from hicache.sidecar.tenants import Authenticator, TokenFile
+from hicache.sidecar.usage import stored_by_tenant
 from hicache.storage.registry import open_storage
 from hicache.storage.url import redacted
 from hicache.storage.wrappers import MeteredBackend
@@ -138,6 +140,8 @@ class App:
         await self._rpc.start()
         self.addresses = self._rpc.addresses
         self._start_events()
+        self._counting = asyncio.create_task(self._count_stored(quotas))
+        undo.push_async_callback(_cancelled, self._counting)
         await self._start_http()
         if estate is not None:
             pages = await take_over(service.pools, estate, storage=name)
@@ -150,6 +154,13 @@ class App:
             "storage" if storage is not None else "no storage",
         )
         notify.notify("READY=1", f"STATUS=serving on {self.addresses[0]}")
+
+    async def _count_stored(self, quotas: Quotas) -> None:
+        """In the background: listing a large store takes a while."""
+        limited = [tenant for tenant, quota in self._limits().items() if quota.storage is not None]
+        if self._storage is not None and limited:
+            for tenant, size in (await asyncio.to_thread(stored_by_tenant, self._storage, limited)).items():
+                quotas.adopt(tenant, Tier.STORAGE, size)
 
     async def _estate(self, takeover: bool) -> Estate | None:
         sockets = [address.path for address in self._listening if address.is_unix]
@@ -286,6 +297,11 @@ class App:
         end = loop.time() + _LET_GO
         while len(self.service.leases) and loop.time() < end:
             await self.service.changed(end)
+
+
+async def _cancelled(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.wait([task])
 
 
 def _leave(estate: Estate, heir: socket.socket | None) -> None:

@@ -170,6 +170,7 @@ class PoolTable:
             storage=self._storage,
             words=words.values,
             tenant=key[3],
+            account=self._quotas.account(key[3]),
             events=True,
             **hosted_options(self._config),
         )

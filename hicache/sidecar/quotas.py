@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
@@ -14,17 +15,21 @@ __all__ = ["Quotas", "agreed_quotas"]
 
 
 class Quotas:
-    """What each tenant holds in each tier, and how much it may. Used by one thread.
+    """What each tenant holds in each tier, and how much it may. Used by one thread, but for `account`.
 
     Who charges also refunds, exactly once, when the bytes are given back. A tenant without a quota is counted too, so
     that one that comes later, at a reload, begins with the truth.
 
     Args:
         limits: by tenant.
+
+    Attributes:
+        lock: around charges of storage, which come from any thread.
     """
 
     def __init__(self, limits: Mapping[str, Quota] | None = None) -> None:
         self._limits = dict(limits or {})
+        self.lock = threading.Lock()
         self._used: Counter[tuple[str | None, Tier]] = Counter()
 
     def charge(self, tenant: str | None, tier: Tier, size: int) -> None:
@@ -42,6 +47,15 @@ class Quotas:
                 f"{format_size(size)} more do not fit; free some, or ask whoever runs the service for a larger quota"
             )
         self._used[tenant, tier] += size
+
+    def adopt(self, tenant: str | None, tier: Tier, size: int) -> None:
+        """Count bytes that are there already, whatever the limit says."""
+        with self.lock:
+            self._used[tenant, tier] += size
+
+    def account(self, tenant: str | None) -> StorageAccount:
+        """Where a tenant's bytes in storage are charged."""
+        return StorageAccount(self, tenant)
 
     def refund(self, tenant: str | None, tier: Tier, size: int) -> None:
         """Give bytes back that were charged."""
@@ -80,6 +94,28 @@ class Quotas:
             used, limit = self.used(tenant, tier), self.limit(tenant, tier)
             if used or limit is not None:
                 yield tenant, tier, used, limit
+
+
+class StorageAccount:
+    """A tenant's bytes in STORAGE, for `hicache.runtime.quota`. Thread-safe."""
+
+    def __init__(self, quotas: Quotas, tenant: str | None) -> None:
+        self._quotas = quotas
+        self._tenant = tenant
+
+    def charge(self, size: int) -> bool:
+        """See `Account`."""
+        with self._quotas.lock:
+            try:
+                self._quotas.charge(self._tenant, Tier.STORAGE, size)
+            except LimitExceeded:
+                return False
+            return True
+
+    def refund(self, size: int) -> None:
+        """See `Account`."""
+        with self._quotas.lock:
+            self._quotas.refund(self._tenant, Tier.STORAGE, size)
 
 
 def agreed_quotas(config: Config, tokens: Mapping[str, Quota]) -> dict[str, Quota]:

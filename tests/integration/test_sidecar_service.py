@@ -26,7 +26,11 @@ from hicache.errors import (
     PermissionDenied,
     ServiceUnavailable,
 )
+from hicache.records import Tier
 from hicache.rpc.service import Caller, Piece, RequestScope, Revoked, Target
+from hicache.sidecar.service import SidecarService
+from hicache.sidecar.usage import stored_by_tenant
+from hicache.storage.registry import open_storage
 from hicache.testing.sessions import NAMESPACE, PAGE, PLAIN, Client, hashes, page_bytes, prompt, running
 
 
@@ -425,3 +429,40 @@ def test_diagnosis_finds_a_way_through_every_tier(tmp_path: Path) -> None:
             assert "numerics" in bad.text
 
     run(test)
+
+
+def test_quota_bounds_a_tenants_storage(tmp_path: Path) -> None:
+    """Pages beyond it are not put, and counted; a clear makes room again, and a new service begins with the truth."""
+    url = f"file://{tmp_path}?capacity=1GiB"
+    small = Caller(tenant="small")
+    page = NAMESPACE.geometry.page_bytes(PAGE)
+    quotas = {"small": Quota(storage=Size(5 * page))}
+
+    async def until_stored(service: SidecarService, pages: int) -> None:
+        (pool,) = service.pools
+        end = asyncio.get_running_loop().time() + 10
+        while service.quotas.used("small", Tier.STORAGE) != pages * page or pool.cache.statistics().core.transfers:
+            assert asyncio.get_running_loop().time() < end
+            await pool.changes.wait(min(end, asyncio.get_running_loop().time() + 0.05))
+
+    async def fill() -> None:
+        async with running(storage=url, quotas=quotas) as (service, _):
+            client = await Client.attach(service, small)
+            await client.store(prompt(3))
+            await until_stored(service, 3)
+            await client.store(prompt(4, 1))
+            (pool,) = service.pools
+            assert pool.cache.statistics().shed_by_reason["storage_quota"] >= 4
+            await service.clear(small, Target(model=NAMESPACE.model))
+            await client.store(prompt(2, 2))
+            await until_stored(service, 2)
+
+    async def count() -> None:
+        backend = open_storage(url)
+        found = stored_by_tenant(backend, ["small", "other"])
+        backend.close()
+        assert set(found) == {"small"}
+        assert found["small"] >= 2 * page
+
+    run(fill)
+    run(count)
