@@ -21,6 +21,7 @@ from hicache.config import Config, Drain, Host, Listen, Storage
 from hicache.config import Size as Bytes
 from hicache.core.reasons import RequestCounts
 from hicache.records import Match
+from hicache.rpc.client.admin import AdminClient
 from hicache.testing.engine import small_namespace
 from hicache.testing.serving import ServedApp
 from hicache.testing.sidecars import ServiceProcess
@@ -90,6 +91,10 @@ class Subject:
         for slot, page in zip(slots.tolist(), pages, strict=True):
             self.cache.device.write_page(slot, page)
 
+    def settle(self) -> None:
+        """Wait until storage has what it should have."""
+        assert self.cache.flush()
+
     # ---- what an engine does, once for all
 
     def check(self, request: Any, tokens: Sequence[int]) -> int:
@@ -116,6 +121,13 @@ class Subject:
 
 class ConnectedSubject(Subject):
     """Behind `hicache.connect`: pages are copied by their place in the prompt."""
+
+    def settle(self) -> None:
+        """As `Subject.settle`."""
+        pause = threading.Event()
+        with AdminClient(self.cache.address) as admin:
+            while any(pool["statistics"]["core"]["transfers"] for pool in admin.statistics()["pools"]):
+                pause.wait(0.005)
 
     def read(self, request: Any, slots: Any) -> list[bytes]:
         """As `Subject.read`."""
