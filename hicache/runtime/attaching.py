@@ -18,6 +18,7 @@ from hicache.runtime.scopes import Scope
 from hicache.storage.base import StorageBackend
 from hicache.storage.registry import configured
 from hicache.storage.wrappers import MeteredBackend
+from hicache.units import format_size
 
 _log = logging.getLogger("hicache.runtime")
 
@@ -50,6 +51,22 @@ def open_backend(storage: str | StorageBackend, options: Options, clock: Clock) 
     if isinstance(storage, MeteredBackend):
         return configured(storage)
     return configured(storage, retry=options.retry, breaker=options.breaker, now=clock.now)
+
+
+def warn_if_small(backend: StorageBackend, host_bytes: int) -> None:
+    """Say so when storage holds less than the host tier.
+
+    By estimate what one namespace works with is at least what the host tier holds; less in storage is gone from there
+    before it is gone from the host tier, and never of use.
+    """
+    capacity = backend.statistics().capacity
+    if capacity is not None and capacity < host_bytes:
+        _log.warning(
+            "storage holds %s, which is less than the host tier's %s and so than one namespace's working set: "
+            "hardly anything will be found there; raise its capacity (maxmemory, for Redis)",
+            format_size(capacity),
+            format_size(host_bytes),
+        )
 
 
 def detach(parts: Parts, pump: Ringer | None, *, end: float, force: bool) -> DetachReport:

@@ -11,7 +11,7 @@ from hicache.clock import Clock, MonotonicClock
 from hicache.core.identity import Namespace
 from hicache.errors import ConfigError, NamespaceError
 from hicache.runtime.arguments import clock_of, flag, storage_of
-from hicache.runtime.attaching import open_backend
+from hicache.runtime.attaching import open_backend, warn_if_small
 from hicache.runtime.cache import EmbeddedCache
 from hicache.runtime.flight import FlightRecorder
 from hicache.runtime.flight import flight_recorder as read_flight_recorder
@@ -84,6 +84,8 @@ def open_cache(
             backend = None if storage is None else open_backend(storage, settings, clock)
             port = StoragePort(backend, owned=isinstance(storage, str), now=clock.now)
             undo.callback(port.close)
+            if backend is not None and pools.host is not None:
+                warn_if_small(backend, pools.host.slots * pools.host.page_bytes)
         parts = wire(namespace, settings, pools=pools, port=port, clock=clock, undo=undo)
         cache = EmbeddedCache(parts)
         undo.pop_all()

@@ -20,6 +20,8 @@ DEFAULT_BULK: Final = 512 << 20
 """The server's own limit of one value, where it does not say another."""
 OLDEST: Final = (6, 0)
 _SMALL: Final = 256 << 20
+_TOO_SHORT: Final = 600.0
+_FEW: Final = 100
 _SETTINGS: Final = ("client-output-buffer-limit", "proto-max-bulk-len", "save", "appendonly")
 
 
@@ -36,6 +38,7 @@ class Facts:
         policy: what it evicts at the limit.
         evicted: keys evicted since it started.
         keys: in the database.
+        uptime: seconds since it started.
         settings: of `CONFIG`, where the user may read them.
     """
 
@@ -47,7 +50,16 @@ class Facts:
     policy: str
     evicted: int
     keys: int
+    uptime: int
     settings: dict[str, str]
+
+    @property
+    def lasts(self) -> float | None:
+        """Seconds that an object stays, by estimate: as many as there are, over those that were evicted a second.
+
+        None while fewer were evicted than there are.
+        """
+        return self.keys * self.uptime / self.evicted if self.evicted > max(self.keys, _FEW) else None
 
     @property
     def largest_value(self) -> int:
@@ -85,6 +97,7 @@ def _facts(client: Any, *, db: int, settings: bool) -> Facts:
         policy=str(info.get("maxmemory_policy", "noeviction")),
         evicted=int(info.get("evicted_keys", 0)),
         keys=int(keyspace.get("keys", 0)) if isinstance(keyspace, dict) else 0,
+        uptime=int(info.get("uptime_in_seconds", 0)),
         settings=_configuration(client) if settings else {},
     )
 
@@ -211,6 +224,11 @@ def _about_memory(settings: RedisSettings, facts: Facts) -> Iterator[str]:
         yield f"maxmemory-policy {facts.policy} evicts only what expires, and nothing does without ttl=: add ttl=7d"
     elif facts.policy.endswith("-random"):
         yield f"maxmemory-policy {facts.policy} evicts whatever it meets, starts of prompts too: use an lru or lfu one"
+    if facts.lasts is not None and facts.lasts < _TOO_SHORT:
+        yield (
+            f"maxmemory {_mebibytes(facts.maxmemory)} is smaller than what is asked of it: by its evictions an object "
+            f"lasts {facts.lasts:.0f} s, so a prompt that pauses for longer is lost; raise maxmemory"
+        )
     if facts.maxmemory < _SMALL:
         yield f"maxmemory is {_mebibytes(facts.maxmemory)}: less than the pages of a few prompts"
 

@@ -11,6 +11,7 @@ from urllib.parse import quote
 
 import pytest
 
+import hicache
 from hicache.errors import ConfigError, InvalidInput, StorageUnavailable
 from hicache.storage.base import ObjectStatus, StorageBackend, StorageUrl
 from hicache.storage.fsck import check_storage
@@ -144,6 +145,33 @@ def test_settings_that_would_hurt_are_told(
     assert len(caplog.messages) == 1
     server.call("CONFIG", "SET", "appendonly", "no")  # while it writes its first file, it does not end
     server.kill()  # one that writes its first append-only file does not end when it is asked to
+
+
+def test_a_maxmemory_below_what_is_asked_of_it_is_told(
+    binary: str, tmp_path: Path, open_url: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By what the server has evicted; and by the host tier of the cache that opens it."""
+    with Server(binary, tmp_path / "small", {"maxmemory": "300mb", "maxmemory-policy": "allkeys-lru"}) as server:
+        url = f"redis://127.0.0.1:{server.port}/0"
+        backend = open_url(url)
+        assert backend.health.warnings == ()
+        server.call("CONFIG", "SET", "maxmemory", "8mb")
+        for step in range(20):
+            backend.put([make_object(make_key(20 * step + i), bytes(SIZE * 4)) for i in range(20)])
+        server.call("CONFIG", "SET", "maxmemory", "300mb")
+        (warning,) = open_url(url).health.warnings
+        assert "smaller than what is asked of it" in warning
+        server.call("FLUSHALL")
+        server.call("CONFIG", "RESETSTAT")
+        geometry = hicache.KVGeometry.opaque(engine="t", backend="t", version="1", shape="pages", page_bytes=1 << 20)
+        namespace = hicache.Namespace(model="m", revision="1", geometry=geometry, page_size=4)
+        for host, told in ((299, 0), (301, 1)):
+            caplog.clear()
+            with (
+                caplog.at_level(logging.WARNING, logger="hicache.runtime"),
+                hicache.open(namespace, device=4, host=host, storage=url, canary=False),
+            ):
+                assert sum("one namespace's working set" in text for text in caplog.messages) == told
 
 
 def test_what_is_longer_than_the_server_takes_is_refused_before_it_is_sent(server: Server, open_url: Open) -> None:
