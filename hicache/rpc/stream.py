@@ -247,18 +247,19 @@ class SessionStream:
         asked = request.deadline_ms / 1000 if request.HasField("deadline_ms") else waiting.seconds
         seconds, number = min(asked, LONGEST_DEADLINE), request.id
 
-        async def send(reply: pb.Reply) -> None:
+        async def send(reply: bytes) -> None:
             await self._outbox.room()
-            self._send(number, reply)
+            self._outbox.put(reply)
 
         until = self._loop.time() + seconds
-        call = Call(self._session, self._limits, getattr(request, verb), until, seconds > 0, send)
+        call = Call(self._session, self._limits, getattr(request, verb), until, seconds > 0, number, send)
         self._tasks[number] = asyncio.create_task(self._work(number, verb, waiting, call, seconds))
 
     async def _work(self, number: int, verb: str, waiting: Waiting, call: Call, seconds: float) -> None:
         began = self._loop.time()
         deadline = asyncio.timeout_at(call.until + GRACE)
         failed: Exception | None = None
+        reply: pb.Reply | None = None
         try:
             async with deadline:
                 reply = await waiting.run(call)
@@ -271,7 +272,8 @@ class SessionStream:
         if failed is not None:
             self._refuse(number, verb, failed, began)
         else:
-            self._send(number, reply)
+            if reply is not None:
+                self._send(number, reply)
             self._meter.answered(verb, self._loop.time() - began, failed=False)
 
     def _refuse(self, number: int, verb: str, error: Exception, began: float | None = None) -> None:

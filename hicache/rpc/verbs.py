@@ -27,7 +27,7 @@ from hicache.rpc.convert.session import (
     encode_piece,
     encode_reserved,
 )
-from hicache.rpc.service import Limits, Session
+from hicache.rpc.service import Limits, Piece, Session
 from hicache.rpc.v1 import session_pb2 as pb
 
 LONGEST_DEADLINE: Final = 600.0
@@ -46,7 +46,8 @@ class Call(NamedTuple):
         request: the verb's own message.
         until: moment of the loop's clock by which it is to be answered.
         waits: whether that was in the future when the request came.
-        send: sends a reply before the last one, when there is room for it.
+        number: id of the request.
+        send: sends a serialised reply, when there is room for it.
     """
 
     session: Session
@@ -54,11 +55,13 @@ class Call(NamedTuple):
     request: Any
     until: float
     waits: bool
-    send: Callable[[pb.Reply], Awaitable[None]]
+    number: int
+    send: Callable[[bytes], Awaitable[None]]
 
 
 Now: TypeAlias = Callable[[Session, Limits, Any], pb.Reply]
-Later: TypeAlias = Callable[[Call], Awaitable[pb.Reply]]
+Later: TypeAlias = Callable[[Call], Awaitable[pb.Reply | None]]
+"""Gives the reply, or None where it has sent all replies itself."""
 
 
 @asynccontextmanager
@@ -203,21 +206,20 @@ async def _put_bytes(call: Call) -> pb.Reply:
     return pb.Reply(bytes_put=pb.BytesPut())
 
 
-async def _get_bytes(call: Call) -> pb.Reply:
-    """All pieces but the last are sent as they come; the last one is the reply."""
+async def _get_bytes(call: Call) -> None:
     request: pb.GetBytes = call.request
     if request.first_page >= request.end_page:
         raise InvalidInput(f"pages {request.first_page} to {request.end_page} are none: end_page is behind the last")
-    held: pb.Reply | None = None
+    held: Piece | None = None
     async with closing(call.session.get_bytes(request.lease, request.first_page, request.end_page)) as pieces:
         async for piece in pieces:
+            data = bytes(piece.data)  # before anything is waited for: the slot behind it may be another page's then
             if held is not None:
-                held.more = True
-                await call.send(held)
-            held = pb.Reply(bytes=encode_piece(piece))
+                await call.send(encode_piece(call.number, held, more=True))
+            held = Piece(piece.page, piece.offset, data)
     if held is None:
         raise HicacheInternalError("get_bytes gave no bytes")
-    return held
+    await call.send(encode_piece(call.number, held, more=False))
 
 
 class Waiting(NamedTuple):

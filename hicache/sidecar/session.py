@@ -295,9 +295,8 @@ class SidecarSession:
             raise InvalidInput(f"get_bytes: pages {first} to {end} are not within the {len(usable)} usable ones")
         pool = held.group.pool
         for page in range(first, end):
-            # Looked at again for each page: the lease may end between two of them.
-            self._find(lease)
             for offset, data in pool.read(member.rank, int(usable[page]), self._limits.chunk_bytes):
+                self._find(lease)  # again for each piece: between two of them the lease may have ended
                 yield Piece(page, offset, data)
 
     # ---- what the engine tells

@@ -287,9 +287,30 @@ def decode_counts(message: pb.Released) -> Counts:
     return Counts(message.asked, message.host, message.storage, missed)
 
 
-def encode_piece(piece: Piece) -> pb.Bytes:
-    """Part of a page as a message."""
-    return pb.Bytes(page=piece.page, offset=piece.offset, data=bytes(piece.data))
+def encode_piece(number: int, piece: Piece, *, more: bool) -> bytes:
+    """A reply with part of a page as a whole `OpenResponse`, serialised.
+
+    Put together by hand, since protobuf would copy the data three times: into the message, the reply and the response.
+    """
+    head = pb.Bytes(page=piece.page, offset=piece.offset).SerializeToString()
+    head += _field(pb.Bytes.DATA_FIELD_NUMBER, len(piece.data))
+    reply = pb.Reply(id=number, more=more).SerializeToString()
+    reply += _field(pb.Reply.BYTES_FIELD_NUMBER, len(head) + len(piece.data)) + head
+    return b"".join((_field(pb.OpenResponse.REPLIES_FIELD_NUMBER, len(reply) + len(piece.data)), reply, piece.data))
+
+
+def _field(number: int, length: int) -> bytes:
+    """What stands before so many bytes of a field."""
+    return _varint(number << 3 | 2) + _varint(length)
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
 
 
 def decode_piece(message: pb.Bytes | pb.PutBytes) -> Piece:
