@@ -64,11 +64,10 @@ def free_port() -> int:
     """
     while True:
         port = _PORTS[(os.getpid() + next(_TRIED) * _STRIDE) % len(_PORTS)]
-        with socket.socket() as probe, socket.socket() as bus:
-            with contextlib.suppress(OSError):
-                probe.bind(("127.0.0.1", port))
-                bus.bind(("127.0.0.1", port + 10_000))
-                return port
+        with socket.socket() as probe, socket.socket() as bus, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            bus.bind(("127.0.0.1", port + 10_000))
+            return port
 
 
 def call(address: tuple[str, int] | str, *words: str | bytes | int, timeout: float = PATIENCE) -> Reply:
