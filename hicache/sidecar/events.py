@@ -27,12 +27,12 @@ from hicache.events import Cleared, Event, Removed, Stored
 from hicache.records import Tier
 from hicache.rpc.service import EventBatch
 from hicache.sidecar.batches import BATCH_BYTES, BATCH_EVENTS, news, packed, page_tokens, size_of, split
-from hicache.sidecar.residency import ResidencyTable, Scope, View
+from hicache.sidecar.residency import BUCKETS, ResidencyTable, Scope, View
 
 SLICE_PAGES: Final = 512
 """Pages that one step takes over, in about half a millisecond."""
 
-PURGED: Final = 8
+PURGED: Final = 128
 """Buckets that each step looks at for pages of scopes that are over."""
 
 Describe = Callable[[bytes], DerivedNamespace | None]
@@ -103,6 +103,7 @@ class EventLog:
         most_events: that the ring keeps.
         most_bytes: about so many bytes of hashes and tokens in them.
         watchers: most watchers at once; each may keep an older state of the table while it reads a snapshot.
+        buckets: of the table, see `ResidencyTable`.
         wall: seconds since the epoch.
         later: calls a function soon, such as a loop's `call_soon_threadsafe`. With it no call does more than a slice
             of about `SLICE_PAGES` pages, and the rest follows in order; without it each call does all of its own.
@@ -118,11 +119,12 @@ class EventLog:
         most_events: int = 65_536,
         most_bytes: int = 64 * 2**20,
         watchers: int = 64,
+        buckets: int = BUCKETS,
         wall: Callable[[], float] = time.time,
         later: Callable[[Callable[[], None]], object] | None = None,
     ) -> None:
         self.lock = threading.Lock()
-        self.table = ResidencyTable()
+        self.table = ResidencyTable(buckets)
         self._most_events, self._most_bytes, self._most_watchers = most_events, most_bytes, watchers
         self._wall = wall
         self._start = self._next = first_number(wall())

@@ -27,13 +27,17 @@ import msgspec
 from hicache.errors import ServiceUnavailable
 from hicache.events import Removed, Stored
 from hicache.records import Tier
+from hicache.sidecar.batches import size_of
 from hicache.sidecar.events import EventLog, first_number
 from hicache.sidecar.kv_sockets import END, KvSockets
 from hicache.sidecar.kv_wire import MEDIA, Encoding, Fields, Hashes, WireFormat
 from hicache.sidecar.residency import Scope, View
 
-BATCH_PAGES: Final = 2048
-"""About the most pages in one message."""
+BATCH_BYTES: Final = 128 * 1024
+"""About the most bytes of hashes and tokens in one message: writing it holds the interpreter for less than a
+millisecond."""
+
+_MOST_REMOVED: Final = BATCH_BYTES // 32
 
 QUEUED_PAGES: Final = 262_144
 """Pages that wait at most for the publisher's thread. Above it all is told anew instead."""
@@ -339,23 +343,23 @@ class KvPublisher:
                 raise
 
     def _write(self, event: Stored | Removed, scope: Scope) -> None:
-        pages = len(event.page_hashes)
         if isinstance(event, Removed):
-            fields = self._format.removed(event.tier, event.page_hashes)
-            if fields is not None:
-                self._remove(fields, pages)
+            self._remove(event.tier, event.page_hashes)
             return
         fields = self._format.stored(event, scope)
         if fields is not None:
-            self._writing.store(fields, pages)
-            if self._writing.pages >= BATCH_PAGES:
+            self._writing.store(fields, size_of(event))
+            if self._writing.bytes >= BATCH_BYTES:
                 self._flush()
 
-    def _remove(self, fields: Fields, pages: int) -> None:
+    def _remove(self, tier: Tier, page_hashes: Sequence[bytes]) -> None:
+        fields = self._format.removed(tier, page_hashes)
+        if fields is None:
+            return
         if self._writing.stores:
             self._flush()  # in one message removals come first
-        self._writing.remove(fields, pages)
-        if self._writing.pages >= BATCH_PAGES:
+        self._writing.remove(fields, sum(map(len, page_hashes)))
+        if self._writing.bytes >= BATCH_BYTES:
             self._flush()
 
     def _clear_all(self) -> None:
@@ -374,11 +378,8 @@ class KvPublisher:
                 for _, page_hash, page in found[index]
                 if page[3] >> tier & 1 and not item.view.holds(item.kin, page_hash, tier)
             ]
-            for first in range(0, len(gone), BATCH_PAGES):
-                some = gone[first : first + BATCH_PAGES]
-                fields = self._format.removed(tier, some)
-                if fields is not None:
-                    self._remove(fields, len(some))
+            for first in range(0, len(gone), _MOST_REMOVED):
+                self._remove(tier, gone[first : first + _MOST_REMOVED])
 
     def _flush(self) -> None:
         """Publish what is written."""
@@ -430,17 +431,17 @@ class _Writing:
 
     def __init__(self) -> None:
         self.events: list[Fields] = []
-        self.pages = 0
+        self.bytes = 0
         self.stores = False
 
-    def store(self, fields: Fields, pages: int) -> None:
+    def store(self, fields: Fields, size: int) -> None:
         self.events.append(fields)
-        self.pages += pages
+        self.bytes += size
         self.stores = True
 
-    def remove(self, fields: Fields, pages: int) -> None:
+    def remove(self, fields: Fields, size: int) -> None:
         self.events.append(fields)
-        self.pages += pages
+        self.bytes += size
 
 
 def _plain(value: Any) -> Any:

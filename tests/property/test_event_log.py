@@ -121,7 +121,7 @@ class Life:
     def _new_log(self) -> EventLog:
         self._seconds += 1.0
         later = self._soon.append if self._choose(0, 1) else None
-        return EventLog(most_events=6, wall=lambda: self._seconds, later=later)
+        return EventLog(most_events=6, buckets=32, wall=lambda: self._seconds, later=later)
 
     async def run(self, steps: int) -> None:
         for _ in range(steps):

@@ -64,7 +64,7 @@ class Later:
 
 
 def log_of(**options: object) -> EventLog:
-    return EventLog(wall=lambda: NOW, **options)  # type: ignore[arg-type]
+    return EventLog(buckets=64, wall=lambda: NOW, **options)  # type: ignore[arg-type]
 
 
 def batches(log: EventLog, at: int) -> list[EventBatch]:
