@@ -72,6 +72,11 @@ class SessionStream:
         self._goodbye = 0
         self._turn = 0
 
+    @property
+    def begun(self) -> bool:
+        """Whether it has said its hello, and a session was opened for it."""
+        return self._session is not None
+
     async def run(self, messages: AsyncIterator[bytes]) -> None:
         """Serve until the stream ends, whoever ends it. The session has ended when this returns or raises.
 
