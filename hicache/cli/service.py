@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from hicache.rpc.client.admin import AdminClient
+    from hicache.rpc.client.options import Secrets
     from hicache.rpc.service import Target
 
 _LONGEST_LINE: Final = 64 * 2**20
@@ -30,6 +31,13 @@ def add_service_arguments(parser: argparse.ArgumentParser, *, required: bool = T
         metavar="ADDRESS",
         help="of the service: unix:///run/hicache/hicache.sock or host:port",
     )
+    add_secret_arguments(parser, insecure=insecure)
+    parser.add_argument("--timeout", default="10", metavar="SECONDS", help="for one call (default: 10)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+
+
+def add_secret_arguments(parser: argparse.ArgumentParser, *, insecure: bool = True) -> None:
+    """What a service over TCP is shown, and by what it is known."""
     group = parser.add_argument_group("over TCP")
     group.add_argument("--token-file", metavar="FILE", help="file that has the token (default: HICACHE_TOKEN)")
     group.add_argument("--ca", metavar="FILE", help="authority of the service's certificate, PEM")
@@ -39,8 +47,6 @@ def add_service_arguments(parser: argparse.ArgumentParser, *, required: bool = T
         group.add_argument(
             "--insecure", action="store_true", help="without TLS: anyone on the way may read and change it"
         )
-    parser.add_argument("--timeout", default="10", metavar="SECONDS", help="for one call (default: 10)")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
 
 @contextmanager
@@ -52,11 +58,18 @@ def connected(options: argparse.Namespace) -> Iterator[AdminClient]:
     """
     from hicache.rpc.address import Address
     from hicache.rpc.client.admin import AdminClient
+
+    address, secrets = Address.parse(options.address), secrets_of(options)
+    with AdminClient(address, secrets, timeout=seconds_of(options.timeout, "--timeout")) as client:
+        yield client
+
+
+def secrets_of(options: argparse.Namespace) -> Secrets:
+    """What the service is shown, and by what it is known; the token may come from HICACHE_TOKEN."""
     from hicache.rpc.client.options import Secrets
 
-    address = Address.parse(options.address)
     token = os.environ.get("HICACHE_TOKEN") if options.token_file is None else None
-    secrets = Secrets(
+    return Secrets(
         token=token or None,
         token_file=options.token_file,
         ca=options.ca,
@@ -64,8 +77,6 @@ def connected(options: argparse.Namespace) -> Iterator[AdminClient]:
         key=options.key,
         insecure=options.insecure,
     )
-    with AdminClient(address, secrets, timeout=seconds_of(options.timeout, "--timeout")) as client:
-        yield client
 
 
 def seconds_of(text: str, option: str, *, least: float = 0.001) -> float:
