@@ -6,12 +6,14 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from hicache.storage.base import ObjectStatus, StorageUrl, StoredObject
-from hicache.testing.objects import make_chain, read, status_of
+from hicache.testing.objects import make_chain, make_key, read, status_of
+from hicache.testing.proxy import Fault, Proxy
 from hicache.testing.servers import Cluster, Server, binaries, sentinel_of
 from hicache_redis import RedisBackend
 
@@ -121,6 +123,36 @@ def test_slots_move_under_load(cluster: Cluster) -> None:
         assert backend.delete(keys) == [True] * 48
     finally:
         backend.close()
+
+
+def test_one_look_up_is_one_round_trip_to_each_node_at_the_same_time(binary: str, tmp_path: Path) -> None:
+    """All nodes have been asked for all keys before any of them has answered."""
+    cluster = Cluster(binary, tmp_path / "cluster")
+    with contextlib.ExitStack() as stack:
+        proxies = [stack.enter_context(Proxy(server.address)) for server in cluster.servers]
+        for server, proxy in zip(cluster.servers, proxies, strict=True):
+            server.announce(proxy.port, server.port + 10_000)
+        stack.enter_context(cluster)
+        backend = opened(f"redis+cluster://127.0.0.1:{proxies[0].port}?deadline=20&timeout=20&connect_timeout=20")
+        stack.callback(backend.close)
+        keys = [make_key(i) for i in range(512)]
+        assert backend.contains(keys) == [False] * 512
+        for server, proxy in zip(cluster.servers, proxies, strict=True):
+            server.call("CONFIG", "RESETSTAT")
+            proxy.set(Fault(hold_replies=True))
+        with ThreadPoolExecutor(1) as caller:
+            answers = caller.submit(backend.contains, keys)
+            until(lambda: sum(_asked(server) for server in cluster.servers) == 512, "some are asked for later")
+            for proxy in proxies:
+                proxy.set()
+            assert answers.result(PATIENCE) == [False] * 512
+
+
+def _asked(server: Server) -> int:
+    """How many keys it was asked for."""
+    with contextlib.suppress(KeyError):
+        return int(server.info("commandstats", "cmdstat_exists").split(",")[0].removeprefix("calls="))
+    return 0
 
 
 def test_a_node_that_dies_costs_its_own_keys_only(cluster: Cluster) -> None:
