@@ -14,6 +14,7 @@ What ends when:
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -29,6 +30,8 @@ from hicache.rpc.service import PROTOCOL, Caller, Service, Session
 from hicache.rpc.status import encode_error
 from hicache.rpc.v1 import session_pb2 as pb
 from hicache.rpc.verbs import LATER, LONGEST_DEADLINE, NOW, Call, Waiting
+
+_log = logging.getLogger("hicache.rpc")
 
 HELLO_SECONDS: Final = 10.0
 """For which a stream may be open without a session."""
@@ -282,6 +285,8 @@ class SessionStream:
             self._meter.answered(verb, self._loop.time() - began, failed=False)
 
     def _refuse(self, number: int, verb: str, error: Exception, began: float | None = None) -> None:
+        session = None if self._session is None else self._session.welcome.session
+        _log.debug("%s", error, extra={"request": number, "verb": verb, "session": session})
         self._send(number, pb.Reply(error=encode_error(error)))
         now = self._loop.time()
         self._meter.answered(verb, 0.0 if began is None else now - began, failed=True)

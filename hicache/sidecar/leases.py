@@ -10,6 +10,7 @@ every private slot of it, so quarantine needs no bookkeeping of its own, and acc
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from hicache.rpc.service import Revoked
 if TYPE_CHECKING:
     from hicache.runtime.hosting import HostedRequest
     from hicache.sidecar.groups import Group, Member
+
+_log = logging.getLogger("hicache.sidecar")
 
 _EXTRAS = 16
 
@@ -298,6 +301,7 @@ class LeaseBook:
         lease.aborted = True
         lease.awaits = lease.group.touching()
         self._revoked += 1
+        _log.warning("a lease was revoked: %s", reason, extra={"lease": lease.number, "session": lease.owner.session})
         for member in lease.group.members:
             if not member.ended and (member.touches or member is lease.owner):
                 member.tell(Revoked((lease.number,), reason))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import secrets
 from collections.abc import AsyncIterator, Callable, Container, Iterable, Iterator, Sequence
@@ -54,6 +55,8 @@ from hicache.storage.base import StorageBackend
 
 if TYPE_CHECKING:
     from hicache.sidecar.lifeline import Lifeline, LifelineServer
+
+_log = logging.getLogger("hicache.sidecar")
 
 _TICK = 1.0
 """Seconds between two looks at leases and pins whose time may be over."""
@@ -162,6 +165,11 @@ class SidecarService:
         welcome = Welcome(version("hicache"), self.boot, self._opened, self.limits, caller.tenant)
         session = SidecarSession(self, caller, welcome, client=client, lifeline=lifeline)
         self._sessions[self._opened] = session
+        pid = None if lifeline is None else lifeline.peer.pid
+        _log.info(
+            "session opened",
+            extra={"session": self._opened, "client": client, "tenant": caller.tenant, "pid": pid},
+        )
         return session
 
     def _lifeline(self, caller: Caller) -> Lifeline | None:
@@ -194,7 +202,8 @@ class SidecarService:
 
     def session_ended(self, session: SidecarSession) -> None:
         """A session is over."""
-        self._sessions.pop(session.welcome.session, None)
+        if self._sessions.pop(session.welcome.session, None) is not None:
+            _log.info("session ended", extra={"session": session.welcome.session, "tenant": session.caller.tenant})
 
     # ---- groups
 

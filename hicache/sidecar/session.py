@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
     from hicache.sidecar.pool import Pool
     from hicache.sidecar.pools import PoolTable
     from hicache.sidecar.service import SidecarService
+
+_log = logging.getLogger("hicache.sidecar")
 
 HASH_BYTES = 32
 FIRST_USE = 1.0
@@ -136,6 +139,17 @@ class SidecarSession:
         group.join(member)
         self._places[attachment.number] = _Place(attachment, pool, group, member)
         pool.members += 1
+        _log.info(
+            "attached",
+            extra={
+                "session": self.welcome.session,
+                "tenant": self.caller.tenant,
+                "model": attachment.namespace.model,
+                "group": attachment.group or None,
+                "rank": f"{rank[0]}/{attachment.tp_size}",
+                "slots": pool.slots,
+            },
+        )
         arenas: tuple[ArenaView, ...] = ()
         if mapped:
             assert self.lifeline is not None
