@@ -243,7 +243,14 @@ class Events(_Section, frozen=True, kw_only=True):
     hashes: Annotated[
         Literal["int64", "bytes"], Meta(description="form of page hashes: their first 8 bytes as SGLang has it, or all")
     ] = "int64"
-    salts: Annotated[bool, Meta(description="tell salts to consumers; routers that separate by salt need them")] = False
+    salts: Annotated[
+        bool, Meta(description="tell salts and tenants to consumers; routers that separate by them need them")
+    ] = False
+    model: Annotated[str, Meta(description="only of this model; empty: of all")] = ""
+    device_medium: Annotated[str, Meta(description="what DEVICE is called; empty: it is not told of")] = "GPU"
+    host_medium: Annotated[str, Meta(description="what HOST is called; empty: it is not told of")] = "CPU"
+    storage_medium: Annotated[str, Meta(description="what STORAGE is called; empty: it is not told of")] = "DISK"
+    dp_rank: Annotated[int, Meta(ge=0, description="rank among data-parallel replicas that messages carry")] = 0
     batches: Annotated[_Count, Meta(description="batches kept for replay")] = 10_000
     high_water: Annotated[_Count, Meta(description="batches queued for a slow consumer before it loses some")] = 100_000
 

@@ -12,6 +12,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 from hicache.config import Config, Quota
+from hicache.core.identity import normal_model_name
 from hicache.errors import ConfigError
 from hicache.memory.limits import check_memory
 from hicache.records import Tier
@@ -209,6 +210,7 @@ class App:
     def _start_events(self) -> None:
         events = self._config.events
         if events.publish:
+            media = (events.device_medium, events.host_medium, events.storage_medium)
             self._publisher = publisher = KvPublisher(
                 self.service.events,
                 publish=events.publish,
@@ -216,7 +218,10 @@ class App:
                 topic=events.topic,
                 encoding=events.encoding,
                 hashes=events.hashes,
+                media={tier: medium for tier, medium in zip(Tier, media, strict=True) if medium},
                 salts=events.salts,
+                model=normal_model_name(events.model) if events.model else None,
+                dp_rank=events.dp_rank,
                 batches=events.batches,
                 high_water=events.high_water,
             )

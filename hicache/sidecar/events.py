@@ -30,7 +30,7 @@ from hicache.sidecar.batches import BATCH_BYTES, BATCH_EVENTS, news, packed, pag
 from hicache.sidecar.residency import BUCKETS, ResidencyTable, Scope, View
 
 SLICE_PAGES: Final = 512
-"""Pages that one step takes over, in about half a millisecond."""
+"""Pages that one step takes over, in about a millisecond."""
 
 PURGED: Final = 128
 """Buckets that each step looks at for pages of scopes that are over."""

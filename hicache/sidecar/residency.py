@@ -16,7 +16,7 @@ from hicache.events import Stored
 from hicache.records import Tier
 
 BUCKETS: Final = 16_384
-"""So many that copying those which a slice of changes touches stays below a millisecond at a million pages."""
+"""So many that copying those which a slice of changes touches takes about a millisecond at a million pages."""
 
 KEY_BYTES: Final = 4
 _PAUSE: Final = 1000

@@ -163,9 +163,15 @@ def test_residency_told_is_residency(served: ServedApp, watching: Watching) -> N
 
 def test_a_router_and_a_snapshot_over_http(tmp_path: Path) -> None:
     """The endpoints of the configuration publish the same, and the snapshot continues with the next message."""
-    events = Events(publish=f"ipc://{tmp_path}/kv", replay=f"ipc://{tmp_path}/replay", hashes="int64")
+    events = Events(
+        publish=f"ipc://{tmp_path}/kv",
+        replay=f"ipc://{tmp_path}/replay",
+        model=NAMESPACE.model + "/",
+        storage_medium="FS",
+        dp_rank=2,
+    )
     tokens = prompt(1, 4)
-    expected = {(medium, short_hash(page)) for medium in ("CPU", "DISK") for page in hashes(tokens)}
+    expected = {(medium, short_hash(page)) for medium in ("CPU", "FS") for page in hashes(tokens)}
     with ServedApp(config(tmp_path, events=events, metrics=Metrics(address="127.0.0.1:0"))) as served:
         with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
             dealer.setsockopt(zmq.LINGER, 0)
@@ -185,6 +191,7 @@ def test_a_router_and_a_snapshot_over_http(tmp_path: Path) -> None:
             document = json.load(answer)
         assert {(event["medium"], block) for event in document["events"] for block in event["block_hashes"]} == expected
         assert {event["model_name"] for event in document["events"]} == {NAMESPACE.model}
+        assert document["dp_rank"] == 2
 
 
 def test_the_command_shows_the_snapshot_and_what_follows(served: ServedApp, capsys: pytest.CaptureFixture[str]) -> None:
