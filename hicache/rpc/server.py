@@ -36,6 +36,12 @@ ADMIN_SERVICE: Final = "hicache.rpc.v1.AdminService"
 
 _LIFELINE_KEY: Final = "hicache-lifeline-bin"
 _BEARER: Final = "bearer "
+_OPENING: Final = 256
+"""Streams that may be open at once without a session."""
+
+_OVER: Final = 2**20
+"""Bytes above the limit on messages up to which one is refused in words; what is longer gRPC itself ends."""
+
 _END_SECONDS: Final = 10.0
 
 Context: TypeAlias = "aio.ServicerContext[Any, Any]"
@@ -91,18 +97,20 @@ class RpcServer:
         authenticate: Authenticate,
         options: Sequence[tuple[str, int]] = (),
     ) -> None:
-        if service.limits.message_bytes > TRANSPORT_BYTES:
+        longest = service.limits.message_bytes
+        if longest > TRANSPORT_BYTES:
             raise ConfigError(
-                f"message_bytes {service.limits.message_bytes} is above {TRANSPORT_BYTES}, what the transport carries"
+                f"message_bytes {longest} is above {TRANSPORT_BYTES}, what the transport carries: set it lower"
             )
         self._service = service
         self._listeners = tuple(listeners)
         self._authenticate = authenticate
-        self._options = dict(SERVER_OPTIONS) | dict(options)
+        received = {"grpc.max_receive_message_length": longest + _OVER}
+        self._options = dict(SERVER_OPTIONS) | received | dict(options)
         self._meter = LatencyMeter()
         self._health = Health((SESSION_SERVICE, ADMIN_SERVICE))
         self._servers: list[aio.Server] = []
-        self._streams: set[asyncio.Task[Any]] = set()
+        self._streams: dict[asyncio.Task[Any], SessionStream] = {}
         self.addresses: tuple[Address, ...] = ()
 
     async def start(self) -> None:
@@ -166,10 +174,9 @@ class RpcServer:
         async def handle(messages: AsyncIterator[bytes], context: Context) -> None:
             task = asyncio.current_task()
             assert task is not None
-            self._streams.add(task)
             try:
-                peer = _peer(listener, context)
-                stream = SessionStream(
+                peer = self._admit(listener, context)
+                stream = self._streams[task] = SessionStream(
                     self._service,
                     lambda key: self._authenticate(replace(peer, lifeline_key=key)),
                     context.write,
@@ -179,9 +186,19 @@ class RpcServer:
             except Exception as error:
                 await _abort(context, error)
             finally:
-                self._streams.discard(task)
+                self._streams.pop(task, None)
 
         return handle
+
+    def _admit(self, listener: Listener, context: Context) -> Peer:
+        """The peer of a new stream, before anything of it is read."""
+        opening = sum(not stream.begun for stream in self._streams.values())
+        if opening >= _OPENING:
+            raise LimitExceeded(f"{opening} streams wait for their hello, and that is the limit: try again later")
+        peer = _peer(listener, context)
+        if not listener.address.is_unix:  # a local caller may be known only by the lifeline that its hello names
+            self._authenticate(peer)
+        return peer
 
     def _handler(self, listener: Listener, name: str, call: Unary | Streamed) -> grpc.RpcMethodHandler[Any, Any]:
         loop_time = asyncio.get_running_loop().time

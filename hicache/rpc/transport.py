@@ -9,9 +9,9 @@ __all__ = ["CHANNEL_OPTIONS", "SERVER_OPTIONS", "TRANSPORT_BYTES"]
 TRANSPORT_BYTES: Final = 64 * 2**20
 """Bytes of a message above which gRPC itself ends a call, in either direction.
 
-gRPC's own default of 4 MiB holds for each receiver apart, so raising it on one side only moves the failure. What a
-service takes is `Limits.message_bytes`, 16 MiB by default: below this, so that a message over the limit is refused in
-words and its session goes on. A configured limit may not be above this.
+gRPC's own default of 4 MiB holds for each receiver apart, so raising it on one side only moves the failure. This is
+what clients take, and the most that a service's `Limits.message_bytes` (16 MiB by default) may be. A service takes
+1 MiB more than that limit, so that a message a little over it is refused in words and the session goes on.
 """
 
 _SIZES: Final = (

@@ -143,7 +143,7 @@ def test_what_an_administrator_has_wrong_comes_back_as_our_error() -> None:
             error = await failure(anext(aiter(admin.Warm(admin_pb2.WarmRequest()))))
             assert "no target" in str(error)
             target = admin_pb2.Target(model="m")
-            error = await failure(admin.Pin(admin_pb2.PinRequest(target=target, tokens=bytes(17 * MIB))))
+            error = await failure(admin.Pin(admin_pb2.PinRequest(target=target, tokens=bytes(16 * MIB))))
             assert type(error) is LimitExceeded
             raw = channel.unary_unary("/hicache.rpc.v1.AdminService/Pin")
             error = await failure(raw(b"\xff\xff\xff"))
@@ -193,8 +193,10 @@ def test_what_the_transport_knows_of_a_caller_is_told() -> None:
             assert type(await failure(admin.Ping(admin_pb2.PingRequest(), metadata=metadata))) is Unauthenticated
             await failure(admin.Ping(admin_pb2.PingRequest(), metadata=(("authorization", "Basic s3cret"),)))
             await failure(anext(aiter(admin.WatchEvents(admin_pb2.WatchEventsRequest()))))
-        assert [peer.token for peer in peers] == ["s3cret", None, None]
-        assert [peer.lifeline_key for peer in peers] == [b"k" * 16, b"", b""]
+            stream = session_pb2_grpc.SessionServiceStub(channel).Open(metadata=metadata[:1])
+            assert type(await failure(stream.read())) is Unauthenticated, "before a hello, over TCP"
+        assert [peer.token for peer in peers] == ["s3cret", None, None, "s3cret"]
+        assert [peer.lifeline_key for peer in peers] == [b"k" * 16, b"", b"", b""]
         assert "s3cret" not in repr(peers)
         assert peers[0].address.startswith("ipv4:127.0.0.1:")
 

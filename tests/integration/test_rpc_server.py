@@ -19,7 +19,7 @@ from hicache.rpc.service import Caller, Limits, Peer
 from hicache.rpc.transport import CHANNEL_OPTIONS, SERVER_OPTIONS, TRANSPORT_BYTES
 from hicache.rpc.v1 import session_pb2 as pb
 from hicache.testing.rpcservice import FakeService
-from hicache.testing.rpcserving import PATIENCE, TCP, anybody, client, failure, run, serving, until
+from hicache.testing.rpcserving import PATIENCE, TCP, Client, anybody, client, failure, run, serving, until
 from hicache.testing.rpcstream import RAW_TOKENS
 
 MIB = 2**20
@@ -47,7 +47,9 @@ def test_clients_come_in_where_the_listeners_are(tmp_path: Path) -> None:
             for at in range(2):
                 async with client(server, at=at):
                     pass
-        assert [peer.listener for peer in peers] == [f"unix://{path}", "127.0.0.1:0"]
+        assert [peer.listener for peer in peers] == [f"unix://{path}", *2 * ["127.0.0.1:0"]], (
+            "over TCP before the hello too"
+        )
         assert not path.exists()
 
     run(main())
@@ -109,7 +111,7 @@ def test_garbage_on_the_port_harms_nobody() -> None:
 
 
 @pytest.mark.case("GRPC-1")
-@pytest.mark.parametrize("size", [4 * MIB - 1, 4 * MIB, 4 * MIB + 1, 15 * MIB])
+@pytest.mark.parametrize("size", [4 * MIB - 1, 4 * MIB, 4 * MIB + 1, 16 * MIB - 100])
 def test_messages_above_the_default_of_grpc_pass_both_ways(size: int) -> None:
     async def main() -> None:
         async with serving(FakeService()) as server, client(server) as one:
@@ -123,7 +125,7 @@ def test_messages_above_the_default_of_grpc_pass_both_ways(size: int) -> None:
 def test_a_message_above_the_limit_is_refused_with_the_number_and_the_session_goes_on() -> None:
     async def main() -> None:
         async with serving(FakeService()) as server, client(server) as one:
-            reply = await one.ask(pb.Request(id=30, echo=pb.Echo(data=bytes(17 * MIB))))
+            reply = await one.ask(pb.Request(id=30, echo=pb.Echo(data=bytes(16 * MIB + 1000))))
             assert "the limit is 16777216" in reply.error.message
             assert (await one.ask(pb.Request(id=31, echo=pb.Echo()))).HasField("echoed")
 
@@ -143,8 +145,34 @@ def test_a_message_that_the_transport_does_not_carry_ends_the_session_with_one_c
                 await one.send(pb.Request(id=30, echo=pb.Echo(data=bytes(TRANSPORT_BYTES))))
             error = await failure(one.answer(30))
             assert type(error) is LimitExceeded
-            assert str(TRANSPORT_BYTES) in str(error)
+            assert str(17 * MIB) in str(error)
             await until(lambda: not service.sessions)
+
+    run(main())
+
+
+def test_streams_that_never_say_hello_are_few() -> None:
+    """Above the limit new ones are refused, until some have ended; sessions go on."""
+
+    async def main() -> None:
+        async with (
+            serving(FakeService()) as server,
+            client(server) as one,
+            aio.insecure_channel(server.addresses[0].target, CHANNEL_OPTIONS) as channel,
+        ):
+            silent = [Client(channel) for _ in range(256)]
+            for stream in silent:
+                await stream.ask(pb.Request(id=1))  # refused, but it has arrived
+            error = await failure(Client(channel).begin())
+            assert type(error) is LimitExceeded
+            assert "256 streams wait for their hello" in str(error)
+            assert (await one.ask(pb.Request(id=30, echo=pb.Echo()))).HasField("echoed")
+            silent.pop().call.cancel()
+            await until(lambda: len(server._streams) == 256)
+            await Client(channel).begin()
+            for stream in silent:
+                stream.call.cancel()
+            await until(lambda: len(server._streams) == 2)
 
     run(main())
 
