@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import array
 import os
+import select
 import socket
 import time
 from collections.abc import Mapping, MutableMapping, Sequence
@@ -24,6 +25,9 @@ _FIRST: Final = 3
 _MOST: Final = 253
 """Descriptors that Linux takes in one message."""
 
+_PATIENCE: Final = 5.0
+"""Seconds for systemd to take descriptors; sd_notify_barrier(3) recommends as many."""
+
 
 def is_supervised(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether anyone listens."""
@@ -35,10 +39,15 @@ def keeps_descriptors(environment: Mapping[str, str] = os.environ) -> bool:
     return is_supervised(environment) and environment.get("FDSTORE", "0") not in ("", "0")
 
 
-def notify(*lines: str, descriptors: Sequence[int] = (), environment: Mapping[str, str] = os.environ) -> bool:
+def notify(
+    *lines: str,
+    descriptors: Sequence[int] = (),
+    patience: float = 0.0,
+    environment: Mapping[str, str] = os.environ,
+) -> bool:
     """Send assignments such as `READY=1`; returns whether they were sent.
 
-    Never raises and never waits: no service ends because nobody listens to what it says.
+    Never raises, and waits at most `patience` seconds for room: no service ends because nobody listens to what it says.
     """
     path = environment.get("NOTIFY_SOCKET", "")
     if not path.startswith(("/", "@")):
@@ -46,7 +55,8 @@ def notify(*lines: str, descriptors: Sequence[int] = (), environment: Mapping[st
     address = "\0" + path[1:] if path.startswith("@") else path
     ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors).tobytes())] if descriptors else []
     try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK) as sender:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
+            sender.settimeout(patience)
             sender.sendmsg(["\n".join(lines).encode()], ancillary, 0, address)
     except OSError:
         return False
@@ -60,12 +70,34 @@ def reloading(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def store(name: str, descriptors: Sequence[int], environment: Mapping[str, str] = os.environ) -> bool:
-    """Have systemd keep descriptors under a name (letters, digits, `-`, `.`, `_`), beyond the process's end."""
+    """Have systemd keep descriptors under a name (letters, digits, `-`, `.`, `_`), beyond the process's end.
+
+    Waits until systemd has taken them, some seconds at most: it does not take anything from a process that has ended.
+
+    Returns:
+        Whether they were taken.
+    """
+    lines = ("FDSTORE=1", f"FDNAME={name}")
     sent = [
-        notify("FDSTORE=1", f"FDNAME={name}", descriptors=descriptors[first : first + _MOST], environment=environment)
+        notify(*lines, descriptors=descriptors[first : first + _MOST], patience=_PATIENCE, environment=environment)
         for first in range(0, len(descriptors), _MOST)
     ]
-    return all(sent)
+    return all(sent) and _barrier(environment)
+
+
+def _barrier(environment: Mapping[str, str]) -> bool:
+    """Wait until everything that was sent before has been read: systemd closes its end of this pipe then."""
+    reading, writing = os.pipe2(os.O_CLOEXEC)
+    try:
+        sent = notify("BARRIER=1", descriptors=[writing], patience=_PATIENCE, environment=environment)
+    finally:
+        os.close(writing)
+    try:
+        poll = select.poll()
+        poll.register(reading, 0)
+        return sent and bool(poll.poll(1000 * _PATIENCE))
+    finally:
+        os.close(reading)
 
 
 def unstore(name: str, environment: Mapping[str, str] = os.environ) -> bool:

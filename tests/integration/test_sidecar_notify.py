@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,27 +53,66 @@ def test_an_abstract_socket() -> None:
         assert listening.recv(100) == b"STOPPING=1"
 
 
+class Supervisor(threading.Thread):
+    """Stands for systemd where it has to take something: it reads until a barrier, whose descriptor it closes."""
+
+    def __init__(self, listening: socket.socket, *, closes: bool = True) -> None:
+        super().__init__()
+        self._listening = listening
+        self._closes = closes
+        self.messages: list[tuple[str, list[int]]] = []
+
+    def run(self) -> None:
+        while not self.messages or self.messages[-1][0] != "BARRIER=1":
+            self.messages.append(received(self._listening))
+        if self._closes:
+            os.close(self.messages[-1][1].pop())
+
+    def __enter__(self) -> Supervisor:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.join(10)
+
+
 def test_descriptors_are_given(supervisor: tuple[socket.socket, dict[str, str]], tmp_path: Path) -> None:
-    """What arrives are the same files, and storing keeps them open here."""
+    """What arrives are the same files, storing keeps them open here, and ends when they were taken."""
     listening, environment = supervisor
     (tmp_path / "file").write_text("content")
-    with (tmp_path / "file").open("rb") as file:
+    with (tmp_path / "file").open("rb") as file, Supervisor(listening) as systemd:
         assert notify.store("arena-1", [file.fileno()], environment)
-        text, descriptors = received(listening)
-        assert text == "FDSTORE=1\nFDNAME=arena-1"
-        with os.fdopen(descriptors[0], "rb") as same:
-            assert same.read() == b"content"
         assert os.fstat(file.fileno())
+    (text, descriptors), (barrier, _) = systemd.messages
+    assert (text, barrier) == ("FDSTORE=1\nFDNAME=arena-1", "BARRIER=1")
+    with os.fdopen(descriptors[0], "rb") as same:
+        assert same.read() == b"content"
     assert notify.unstore("arena-1", environment)
     assert received(listening)[0] == "FDSTOREREMOVE=1\nFDNAME=arena-1"
+
+
+def test_descriptors_that_are_not_taken(
+    supervisor: tuple[socket.socket, dict[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A supervisor that does not get to it in time is not waited for, and nothing is said to be kept."""
+    monkeypatch.setattr(notify, "_PATIENCE", 0.05)
+    listening, environment = supervisor
+    before = set(os.listdir("/proc/self/fd"))
+    with open(os.devnull, "rb") as file, Supervisor(listening, closes=False) as systemd:
+        assert not notify.store("arena-1", [file.fileno()], environment)
+    assert not notify.store("arena-1", [0], {"NOTIFY_SOCKET": "/nowhere/notify"})
+    for _, descriptors in systemd.messages:
+        for descriptor in descriptors:
+            os.close(descriptor)
+    assert set(os.listdir("/proc/self/fd")) == before
 
 
 def test_more_descriptors_than_a_message_takes(supervisor: tuple[socket.socket, dict[str, str]]) -> None:
     """They come in several, none is lost."""
     listening, environment = supervisor
-    with open(os.devnull, "rb") as file:
+    with open(os.devnull, "rb") as file, Supervisor(listening) as systemd:
         assert notify.store("many", [file.fileno()] * 300, environment)
-    arrived = received(listening)[1] + received(listening)[1]
+    arrived = [descriptor for _, descriptors in systemd.messages for descriptor in descriptors]
     assert len(arrived) == 300
     for descriptor in arrived:
         os.close(descriptor)
