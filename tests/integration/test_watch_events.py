@@ -23,7 +23,9 @@ from hicache.records import Tier
 from hicache.rpc.address import Address
 from hicache.rpc.client.admin import AdminClient
 from hicache.rpc.client.options import Secrets
+from hicache.rpc.service import Attachment, Caller, RequestScope
 from hicache.sidecar.kv_wire import decode_batch, short_hash
+from hicache.sidecar.session import SidecarSession
 from hicache.testing.engine import small_namespace
 from hicache.testing.kvevents import BlockMirror, EventMirror, places
 from hicache.testing.serving import ServedApp
@@ -143,6 +145,45 @@ def test_a_watcher_sees_pages_come_to_each_tier_with_their_tokens(served: Served
             assert told[0].parent_hash is None
         cache.clear()
         watching.until(lambda mirror: not mirror.pages)
+
+
+@pytest.mark.case("STAT-3")
+def test_what_engines_hold_is_told_and_goes_with_them(served: ServedApp, watching: Watching) -> None:
+    """An engine's report has hashes only; the service adds the tokens that it knows."""
+    tokens = prompt(1, 4)
+    pages = hashes(tokens)
+    with hicache.connect(served.address, NAMESPACE) as cache:
+        store(cache, tokens)
+        watching.until(lambda mirror: set(pages) <= in_tier(mirror, Tier.HOST))
+
+        async def engine() -> SidecarSession:
+            session = await served.app.service.open_session(Caller(), "engine")
+            await session.attach(Attachment(1, NAMESPACE, group="g", streamed=True))
+            return session
+
+        session = served.run(engine())
+
+        def report(stored: list[bytes], removed: list[bytes]) -> None:
+            session.report_device(
+                1,
+                RequestScope(),
+                stored=b"".join(stored),
+                parent_hash=b"",
+                first_page=0,
+                removed=b"".join(removed),
+                cleared=False,
+            )
+
+        served.do(lambda: report(pages, []))
+        mirror = watching.until(lambda mirror: in_tier(mirror, Tier.DEVICE) == set(pages))
+        (told,) = [event for event in mirror.events if isinstance(event, Stored) and event.tier is Tier.DEVICE]
+        assert told.tokens == np.array(tokens, "<u4").tobytes()
+        assert (told.parent_hash, told.first_page) == (None, 0)
+        served.do(lambda: report([], pages[:1:-1]))
+        mirror = watching.until(lambda mirror: in_tier(mirror, Tier.DEVICE) == set(pages[:2]))
+        served.do(lambda: session.end(orderly=True))
+        mirror = watching.until(lambda mirror: not in_tier(mirror, Tier.DEVICE))
+        assert in_tier(mirror, Tier.HOST) == set(pages)
 
 
 def test_residency_told_is_residency(served: ServedApp, watching: Watching) -> None:
