@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import array
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +19,7 @@ import pytest
 
 import hicache
 from hicache.cli import main
+from hicache.cli.main import _COMMANDS
 
 pytestmark = pytest.mark.slow
 
@@ -145,3 +148,21 @@ def test_pages_outlive_a_restart(tmp_path: Path) -> None:
         assert "FDSTOREREMOVE=1" in supervisor.said
     finally:
         supervisor.close()
+
+
+def test_what_operators_read_is_true(repository: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Settings and commands that the text names exist, and its token file is one."""
+    from hicache.sidecar.settings import schema
+    from hicache.sidecar.tenants import read_tokens
+
+    text = (repository / "deploy" / "README.md").read_text()
+    sections = {setting.section for setting in schema()}
+    named = {name for name in re.findall(r"`(\w+\.\w+)`", text) if name.partition(".")[0] in sections}
+    assert len(named) > 5
+    assert named <= {setting.name for setting in schema()}
+    assert set(re.findall(r"hicache (\w+)", " ".join(re.findall(r"`(hicache [^`]*)`", text)))) <= set(_COMMANDS)
+    tokens = tmp_path / "tokens.toml"
+    block = text[text.index("    [[tokens]]") : text.index("## Watching")]
+    tokens.write_text(textwrap.dedent(block).replace("9f86d081884c7d65...", "0" * 64))
+    tokens.chmod(0o600)
+    assert read_tokens(str(tokens)).tokens[0].tenant == "acme"
