@@ -325,7 +325,7 @@ class HostedCache(LeasingCache):
         request = self._request(scope, page_hashes, tokens=0, limit=pages, priority=0)
         match = request.match
         with self._reducer.lock:
-            self._leases.pop(request.lease)  # it is nobody's request
+            self._leases.pop(request.lease, None)  # it is nobody's request; a `close` may have taken it already
             self._prefetches.append((request, request.patiently()))
             self._end_prefetches()
         self._ringer.watch()
