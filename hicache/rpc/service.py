@@ -163,6 +163,7 @@ class Attached:
     arenas: tuple[ArenaView, ...] = ()
     words_id: int = 0
     warnings: tuple[str, ...] = ()
+    newest_lease: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +228,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Revoked:
-    """A notice: these leases have ended against the client's will."""
+    """A notice: these leases have ended, and this client may be touching their slots; see `Revoked` in session.proto."""
 
     leases: tuple[int, ...]
     reason: str

@@ -150,6 +150,11 @@ class LeaseBook:
     def __iter__(self) -> Iterator[HeldLease]:
         return iter(list(self._leases.values()))
 
+    @property
+    def newest(self) -> int:
+        """Id that every lease made from now on is above."""
+        return self._number
+
     # ---- making and finding
 
     def check_room(self, owner: Member, most_leases: int) -> None:
@@ -278,6 +283,9 @@ class LeaseBook:
     def release(self, number: int, members: Iterable[Member], *, aborted: bool) -> RequestCounts:
         """Its owner says that nobody of the group touches its slots any more.
 
+        Ranks that have not committed their part of its whole pages may be in the middle of writing it, whatever the
+        owner says: they are told to stop, and the slots stay until they have.
+
         Raises:
             NotFound, PermissionDenied: as `find`.
         """
@@ -289,11 +297,26 @@ class LeaseBook:
         if lease.ended is None:
             lease.ended = "it was released"
             lease.aborted = aborted
-            # The owner speaks for the living; for those that were lost only their end does.
-            lease.awaits = set(lease.group.lost)
+            # The owner speaks for the living that are done; for those that were lost only their end does.
+            writing = self._writing(lease)
+            lease.awaits = lease.group.lost | writing
+            for other in writing:
+                other.tell(Revoked((lease.number,), lease.ended))
         else:
             lease.awaits.discard(member)
         return self._free_if_let_go(lease) or lease.request.counts_now(aborted=lease.aborted)
+
+    def _writing(self, lease: HeldLease) -> set[Member]:
+        """Living ranks, but for its owner, that have not committed all of their part."""
+        if not lease.frontier:
+            return set()
+        end = min(lease.end, lease.request.pages)
+        return {
+            member
+            for member in lease.group.members
+            if member.touches and not member.ended and member is not lease.owner
+            if any(lease.frontier[arena] < end for arena in member.arenas)
+        }
 
     def _end(self, lease: HeldLease, reason: str) -> None:
         """End a lease against its owner's will. All that may touch it must let go first; those that live are told."""

@@ -164,6 +164,7 @@ class SidecarSession:
             arenas=arenas,
             words_id=pool.words_id if mapped else 0,
             warnings=pool.warnings,
+            newest_lease=self._service.leases.newest,
         )
 
     # ---- looking and reading

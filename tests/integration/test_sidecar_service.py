@@ -224,6 +224,38 @@ def test_lost_rank_aborts_and_keeps_its_slots_until_it_is_gone() -> None:
     run(test)
 
 
+def test_release_waits_for_ranks_that_may_still_write() -> None:
+    """Whatever the owner says: a mapped rank that has not committed its part keeps the slots until it lets go."""
+
+    async def test() -> None:
+        async with running() as (service, lifelines):
+            lines = [lifelines.connect() for _ in range(2)]
+            ranks = [
+                await Client.attach(
+                    service, Caller(lifeline_key=key), group="g", tp_size=2, tp_rank=rank, streamed=False
+                )
+                for rank, (key, _) in enumerate(lines)
+            ]
+            tokens = prompt(5)
+            (pool,) = service.pools
+            for written in (5, 3):  # whole pages that the other rank has committed; the tail's slot does not count
+                lease = await ranks[0].lease(tokens)
+                assert lease.lease > ranks[1].attached.newest_lease
+                await ranks[0].session.reserve(lease.lease, 6, until=None)
+                ranks[1].session.commit(lease.lease, written, tokens=b"", first_page=0, extras=b"")
+                ranks[0].session.release(lease.lease, aborted=True)
+                assert pool.cache.statistics().core.host.private == (0 if written == 5 else 6)
+            assert await ranks[1].session.next_notice() == Revoked((lease.lease,), "it was released")
+            with pytest.raises(LeaseExpired):
+                ranks[1].session.commit(lease.lease, 5, tokens=tokens.tobytes(), first_page=0, extras=b"")
+            later = await Client.attach(service, group="g", tp_size=2, tp_rank=1, worker=False, streamed=False)
+            assert later.attached.newest_lease == lease.lease
+            ranks[1].session.acknowledge([lease.lease])
+            assert pool.cache.statistics().core.host.private == 0
+
+    run(test)
+
+
 def test_slots_run_out_and_come_back() -> None:
     """All or nothing, with the numbers; a waiting reservation gets what another gives back."""
 

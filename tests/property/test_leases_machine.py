@@ -33,8 +33,9 @@ class Request:
 
     page_size = PAGE
 
-    def __init__(self, usable: int, own: int) -> None:
+    def __init__(self, usable: int, own: int, *, tail: bool) -> None:
         self.usable, self.own, self.first = np.arange(usable), np.arange(own), usable
+        self.pages = usable + own - (own > 0 and tail)  # the last slot may be for no whole page
         self.published = usable
         self.closed = 0
 
@@ -98,8 +99,8 @@ class LeaseMachine(RuleBasedStateMachine):
                 self.touchers[number].add(member)  # numbers are valid in the whole group
         return member
 
-    @rule(target=leases, owner=members, usable=st.integers(0, 3), own=st.integers(0, 4))
-    def lease(self, owner: Member, usable: int, own: int) -> int:
+    @rule(target=leases, owner=members, usable=st.integers(0, 3), own=st.integers(0, 4), tail=st.booleans())
+    def lease(self, owner: Member, usable: int, own: int, tail: bool) -> int:
         """A session leases and reserves; every mapped member of its group may touch the slots from now on."""
         if owner.ended:
             return 0
@@ -108,7 +109,7 @@ class LeaseMachine(RuleBasedStateMachine):
             self.book.check_room(owner, 6)
         except LimitExceeded:
             return 0
-        request = Request(usable, own)
+        request = Request(usable, own, tail=tail)
         lease = self.book.open(group, owner, cast("Any", request))
         if own:
             lease.reserved(ARENAS)
@@ -142,7 +143,7 @@ class LeaseMachine(RuleBasedStateMachine):
 
     @rule(number=leases, member=members)
     def release(self, number: int, member: Member) -> None:
-        """The owner releases: it speaks for all that live, and for itself."""
+        """The owner releases: it speaks for itself, and for all that live and have committed their part."""
         lease = self.held.get(number)
         ended = lease is not None and lease.ended is not None
         try:
@@ -154,7 +155,9 @@ class LeaseMachine(RuleBasedStateMachine):
         if ended:
             self.touchers[number].discard(member)
         else:
-            self.touchers[number] = {other for other in self.touchers[number] if other.ended}
+            unfinished = {other for other in self.touchers[number] if self._writing(number, other)}
+            self.touchers[number] = {other for other in unfinished if other.ended or other is not member}
+            assert all(number in self.told_of[other] for other in unfinished if not other.ended and other is not member)
 
     @rule(number=leases, member=members)
     def acknowledge(self, number: int, member: Member) -> None:
@@ -220,6 +223,11 @@ class LeaseMachine(RuleBasedStateMachine):
             else:
                 self.book.gone(member)
         assert not len(getattr(self, "book", ()))
+
+    def _writing(self, number: int, member: Member) -> bool:
+        request = self.requests[number]
+        unfinished = self.committed[number][member.rank[0]] < request.pages
+        return member.ended or (len(request.own) > 0 and unfinished)
 
     def _group(self, member: Member) -> Group:
         return next((group for group in self.groups if member in group.members), self.groups[0])

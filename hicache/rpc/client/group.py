@@ -81,7 +81,7 @@ class JoinedRequest:
     For one thread at a time. Its pages may be used until it is closed, or the request is; nothing is counted here.
     """
 
-    __slots__ = ("__weakref__", "_commits", "_pages", "_sent", "_state", "_ticket")
+    __slots__ = ("__weakref__", "_commits", "_pages", "_reason", "_sent", "_state", "_ticket")
 
     def __init__(self, state: ClientState, ticket: Ticket) -> None:
         self._state = state
@@ -89,8 +89,14 @@ class JoinedRequest:
         self._sent = ticket.start
         self._commits = Commits(state.watcher, state.counters, self._publish)
         self._pages: LeasedPages | None = None
+        self._reason = "the service is away, or has been started anew"
         connection = state.connection()
-        if connection is not None and connection.welcome.boot == ticket.boot:
+        if connection is None or connection.welcome.boot != ticket.boot:
+            return
+        if ticket.lease <= connection.attached.newest_lease:
+            # The service does not wait for this session when that lease ends, and may have given its slots to others.
+            self._reason = "the request was made before this rank has joined the group"
+        else:
             self._pages = LeasedPages(state, connection, ticket.lease, owned=False)
             self._pages.replace(ticket.slots, ticket.words)
             state.opened(self._pages)
@@ -99,7 +105,7 @@ class JoinedRequest:
     def lost(self) -> str | None:
         """Why nothing comes of it: another life of the service, the session has ended, ...; None while it is good."""
         if self._pages is None:
-            return "the service is away, or has been started anew"
+            return self._reason
         return self._pages.ended
 
     def read_into(self, buffers: Buffers, *, first: int = 0) -> int:

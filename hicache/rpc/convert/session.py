@@ -184,6 +184,7 @@ def encode_attached(attached: Attached) -> pb.Attached:
         words_id=attached.words_id,
         rank_page_bytes=attached.rank_page_bytes,
         warnings=attached.warnings,
+        newest_lease=attached.newest_lease,
     )
 
 
@@ -207,6 +208,7 @@ def decode_attached(message: pb.Attached) -> Attached:
         arenas=arenas,
         words_id=message.words_id,
         warnings=tuple(message.warnings),
+        newest_lease=message.newest_lease,
     )
 
 

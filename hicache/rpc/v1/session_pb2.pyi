@@ -451,6 +451,7 @@ class Attached(google.protobuf.message.Message):
     WORDS_ID_FIELD_NUMBER: builtins.int
     RANK_PAGE_BYTES_FIELD_NUMBER: builtins.int
     WARNINGS_FIELD_NUMBER: builtins.int
+    NEWEST_LEASE_FIELD_NUMBER: builtins.int
     slots: builtins.int
     """Slots of the pool."""
     page_bytes: builtins.int
@@ -463,6 +464,10 @@ class Attached(google.protobuf.message.Message):
     """
     rank_page_bytes: builtins.int
     """Length of this rank's canonical page in bytes: the parts of all its arenas together."""
+    newest_lease: builtins.int
+    """Leases that are made from now on have ids above this one. Of the others of the group the session must not touch
+    the slots: it is not waited for when they end, and may not even be told.
+    """
     @property
     def arenas(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Arena]:
         """Where this rank's bytes lie; empty for a session that streams or only schedules."""
@@ -481,8 +486,9 @@ class Attached(google.protobuf.message.Message):
         words_id: builtins.int = ...,
         rank_page_bytes: builtins.int = ...,
         warnings: collections.abc.Iterable[builtins.str] | None = ...,
+        newest_lease: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["arenas", b"arenas", "namespace_digest", b"namespace_digest", "page_bytes", b"page_bytes", "rank_page_bytes", b"rank_page_bytes", "slots", b"slots", "warnings", b"warnings", "words_id", b"words_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["arenas", b"arenas", "namespace_digest", b"namespace_digest", "newest_lease", b"newest_lease", "page_bytes", b"page_bytes", "rank_page_bytes", b"rank_page_bytes", "slots", b"slots", "warnings", b"warnings", "words_id", b"words_id"]) -> None: ...
 
 Global___Attached: typing_extensions.TypeAlias = Attached
 
@@ -905,7 +911,10 @@ Global___Committed: typing_extensions.TypeAlias = Committed
 
 @typing.final
 class Release(google.protobuf.message.Message):
-    """Give back all that a lease holds. Who releases says that no rank of the group reads or writes its slots any more."""
+    """Give back all that a lease holds. Who releases says that no rank of the group reads its slots any more, and none that
+    has committed its part of the whole pages writes them. Other ranks that map memory are told (`revoked`), and the slots
+    stay until each of them has answered.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1228,8 +1237,9 @@ Global___Farewell: typing_extensions.TypeAlias = Farewell
 class Revoked(google.protobuf.message.Message):
     """---- notices
 
-    Leases have ended against the client's will: a rank of the group was lost, or their time is over. Nothing new may be
-    done with them; their slots stay until `acknowledge`, or until the process is gone.
+    Leases have ended while the client may be touching their slots: a rank of the group was lost, their time is over, or
+    another rank has released them before this one has committed its part. Nothing new may be done with them; their slots
+    stay until `acknowledge`, or until the process is gone.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
