@@ -340,7 +340,8 @@ class HiRadixTree:
             node = parent
 
     def _bury(self, node: Node, first: int, reason: MissReason) -> None:
-        if self.live and self.registry.ghosts.enabled:
+        # COLD: only a belief was forgotten, so nothing is known of the page any more.
+        if self.live and self.registry.ghosts.enabled and reason is not MissReason.COLD:
             self.registry.ghosts.add(self.namespace, self.hashes(node, first, node.pages), reason)
 
     def _leave(self, node: Node) -> None:

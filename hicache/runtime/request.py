@@ -300,18 +300,20 @@ class Request:
 
     def _wait_for_slots(self, pages: int, deadline: float) -> Slots:
         reducer, now = self._cache.parts.reducer, self._cache.parts.clock.now
-        end = now() + deadline
+        lease, end = self._lease, now() + deadline
         with reducer.lock:
             while True:
                 reducer.settle()
                 try:
-                    fresh = reducer.core.allocate(self._lease, pages)
+                    fresh = reducer.core.allocate(lease, pages)
                 except OutOfSlots:
                     reducer.flush()
-                    if (left := end - now()) <= 0 or pages > self._cache.device_pages:
+                    # What the request itself holds is not let go of while it waits.
+                    held = (lease.usable if lease.start is None else lease.start) + len(lease.own)
+                    if (left := end - now()) <= 0 or held + pages > self._cache.device_pages:
                         raise
                     reducer.wait(left)
-                    if self._lease.closed:
+                    if lease.closed:
                         raise CacheClosed("the request was closed while it waited for slots") from None
                 else:
                     reducer.flush()

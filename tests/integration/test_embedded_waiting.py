@@ -231,6 +231,22 @@ def _counts(cache: hicache.EmbeddedCache, tokens: list[int]) -> Any:
     return request.counts.storage, request.counts.missed
 
 
+def test_slots_that_can_never_come_are_not_waited_for() -> None:
+    """What a request itself has loaded and allocated leaves too few for the rest of its prompt."""
+    clock = ManualClock()
+    with _open(MemoryBackend(), device=8, clock=clock) as cache:
+        FakeEngine(cache).run(prompt(1, 16))
+        _settled(cache)
+        with cache.request(prompt(1, 16) + prompt(2, 20)) as request:
+            assert len(request.load()) == 4
+            with pytest.raises(hicache.OutOfSlots, match="5 slots asked"):
+                request.allocate(deadline=30.0)  # the clock stands still: a wait would fail
+            assert len(request.allocate(2, deadline=30.0)) == 2
+            with pytest.raises(hicache.OutOfSlots, match="3 slots asked"):
+                request.allocate(deadline=30.0)
+        _settled(cache)
+
+
 def test_little_is_left_in_storage() -> None:
     storage = FaultyStorage(MemoryBackend())
     tokens = prompt(1, 41)

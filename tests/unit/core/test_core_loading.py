@@ -265,6 +265,17 @@ def test_pages_that_storage_did_not_tell_of_have_that_as_their_reason():
     assert stage.core.release(lease).missed == {MissReason.LATE: 4}, "what was there was there"
 
 
+def test_a_belief_that_was_forgotten_is_no_reason_for_a_miss():
+    stage = Stage(host=64, storage=True, stub_pages=0, ghost_pages=20)
+    lease = stage.lease("ABCD")
+    stage.core.believe(lease, 4)  # and forgotten at once: there is no room for pages that only storage has
+    stage.core.release(lease)
+    lease = stage.lease("ABCD")
+    assert lease.match == Match()
+    stage.core.unanswered(lease, 0, MissReason.FAILED)
+    assert stage.core.release(lease).missed == {MissReason.FAILED: 4}
+
+
 def test_pages_that_a_fetch_makes_clean_are_filed_as_clean():
     """Computed while they were fetched, and disbelieved meanwhile: it is the fetch that gives them a copy below."""
     stage = Stage.filled(fetch_pages=8)
