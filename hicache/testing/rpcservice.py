@@ -184,6 +184,7 @@ class FakeSession:
                 data = self._service.bytes[held.found[page]]
                 for offset in range(0, len(data), chunk):
                     await self._service.stop_here("get_bytes")
+                    self._service.given += 1
                     yield Piece(page, offset, memoryview(data)[offset : offset + chunk])
         finally:
             self._service.reading -= 1
@@ -247,7 +248,7 @@ class FakeService:
     Attributes:
         sessions: open, by number. `ended`: (number, orderly) of each that has ended, in order.
         blocked: verbs that stop at the door until their deadline or until they are cancelled; `waiting`: how many do.
-        reading: `get_bytes` that are under way.
+        reading: `get_bytes` that are under way; `given`: pieces that all of them have given.
         free: slots that are neither published nor a lease's.
     """
 
@@ -262,6 +263,7 @@ class FakeService:
         self.blocked: set[str] = set()
         self.waiting = 0
         self.reading = 0
+        self.given = 0
         self.batches: list[EventBatch] = []
         self._number = 0
 

@@ -448,3 +448,47 @@ def test_bytes_for_a_client_that_does_not_read_are_not_made() -> None:
             assert not served.service.reading
 
     run(main())
+
+
+def test_requests_begin_in_the_order_in_which_they_come() -> None:
+    """A read of a lease that stands before its release finds it, though it is answered later."""
+
+    async def main() -> None:
+        async with serving() as served:
+            lease = await served.lease()
+            served.wire.send(
+                pb.Request(id=30, reserve=pb.Reserve(lease=lease, pages=1)),
+                pb.Request(id=31, put_bytes=pb.PutBytes(lease=lease, data=b"x")),
+                pb.Request(id=32, release=pb.Release(lease=lease)),
+            )
+            assert (await served.wire.answer(32)).HasField("released")
+            assert (await served.wire.answer(30)).HasField("reserved")
+            assert (await served.wire.answer(31)).HasField("bytes_put")
+
+    run(main())
+
+
+def test_bytes_are_those_of_the_moment_at_which_they_were_read() -> None:
+    """A client that reads slowly gets no bytes of a page that has the slot later."""
+
+    async def main() -> None:
+        limits = Limits(chunk_bytes=2**20)
+        async with serving(FakeService(limits, slots=1, page_bytes=16 * 2**20)) as served:
+            wire, service = served.wire, served.service
+            lease = await served.lease()
+            await wire.ask(pb.Request(id=11, reserve=pb.Reserve(lease=lease, pages=1)))
+            await wire.ask(pb.Request(id=20, commit=pb.Commit(lease=lease, upto=1, tokens=RAW_TOKENS[:16])))
+            lease = await served.lease(21)
+            wire.open.clear()
+            wire.send(pb.Request(id=30, get_bytes=pb.GetBytes(lease=lease, end_page=1), deadline_ms=600_000))
+            await asyncio.sleep(1)
+            assert service.reading == 1, "it waits for the client"
+            service.bytes[0][:] = b"\xee" * len(service.bytes[0])
+            before = service.given
+            wire.open.set()
+            await wire.answer(30)
+            pieces = [reply.bytes.data for reply in wire.replies if reply.id == 30]
+            assert HIGH_BYTES // limits.chunk_bytes < before < len(pieces) == 16
+            assert [b"\xee" in piece for piece in pieces] == [at >= before for at in range(16)]
+
+    run(main())
