@@ -216,4 +216,4 @@ def rows() -> list[Row]:
 def contains_row(kind: str, url: str, addresses: Sequence[tuple[str, int] | str], shown: str) -> Row:
     value, reference = contains(url, addresses)
     reason = f"p99 of {ASKED} keys {shown}, beside the same requests raw"
-    return row(f"redis_contains_{ASKED}{kind}", value, "ms", reference=reference, bar=10.0, reason=reason)
+    return row(f"redis_contains_{ASKED}{kind}", value, "ms", reference=reference, bar=2 * reference, reason=reason)
