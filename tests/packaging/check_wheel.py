@@ -33,8 +33,25 @@ def run(*command: str | Path, cwd: Path) -> str:
     return done.stdout
 
 
+def serve(hicache: Path, work: Path) -> None:
+    """A service without any extra starts, answers and ends."""
+    address = f"unix://{work}/h.sock"
+    print("wheel: hicache serve", flush=True)
+    command = [hicache, "serve", "--json", "--host", "8MiB", "--listen", address]
+    service = subprocess.Popen(command, cwd=work, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert service.stdout is not None
+        if not service.stdout.readline():
+            sys.exit(service.communicate()[1])
+        assert json.loads(run(hicache, "ping", address, "--json", cwd=work))["ready"]
+    finally:
+        service.terminate()
+        out, log = service.communicate(timeout=60)
+    assert (service.returncode, json.loads(out)) == (0, {"dropped": {}}), log
+
+
 def main(trace: Path) -> None:
-    """Build, install, import, ask for help, replay."""
+    """Build, install, import, ask for help, replay, serve."""
     with tempfile.TemporaryDirectory(prefix="hicache-wheel-") as folder:
         work = Path(folder)
         run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", work, ROOT, cwd=work)
@@ -50,6 +67,7 @@ def main(trace: Path) -> None:
         assert result["requests"] == 60, result
         assert result["pages_wrong"] == 0, result
         assert result["pages_verified"] > 0, result
+        serve(binaries / "hicache", work)
 
 
 if __name__ == "__main__":
