@@ -7,6 +7,8 @@ import contextlib
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, cast
@@ -16,12 +18,18 @@ import numpy as np
 import pytest
 
 from hicache.config import Host, Size
+from hicache.core.residency import NO_SLOTS
 from hicache.errors import ConfigError
 from hicache.memory.arena import Arena
+from hicache.memory.host import MmapHostPool
 from hicache.rpc.service import Caller, RequestScope, Target
+from hicache.runtime.hosting import HostedCache, open_hosted
+from hicache.runtime.inheriting import bequeath, inherit
+from hicache.runtime.scopes import Scope
 from hicache.sidecar.estate import Estate, HeldProcess, started
 from hicache.sidecar.processes import Peer
-from hicache.testing.sessions import NAMESPACE, PLAIN, Client, Left, hashes, prompt, running
+from hicache.storage.memory import MemoryBackend
+from hicache.testing.sessions import NAMESPACE, PAGE, PLAIN, Client, Left, hashes, prompt, running
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
@@ -194,3 +202,51 @@ def test_numbers_of_processes_are_used_again() -> None:
     os.close(fd)
     assert HeldProcess(mine.pid, mine.started + 1).pidfd() is None
     assert started(2**22 + 1) is None
+
+
+class SlowToTell(MemoryBackend):
+    """A store that tells generations when it is let."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.let = threading.Event()
+        self.let.set()
+
+    def generation(self, namespace: bytes) -> int:
+        self.let.wait(10)
+        return super().generation(namespace)
+
+
+def test_clear_that_is_heard_of_later_takes_what_was_inherited() -> None:
+    """Pages are taken over before storage has answered; its answer, a higher generation, ends them."""
+    page = NAMESPACE.geometry.page_bytes(PAGE)
+    storage = SlowToTell()
+    first = open_hosted(NAMESPACE, host=MmapHostPool(8, page), storage=storage)
+    scope = wait_for_tree(first)
+    request = first.request(scope, hashes(prompt(3)), tokens=3 * PAGE)
+    request.reserve(3)
+    request.commit(3, tokens=prompt(3).tobytes(), first=0)
+    request.close()
+    first.close()
+    held = bequeath(first, without=NO_SLOTS)
+    storage.clear(NAMESPACE.digest, 1)
+    storage.let.clear()
+    second = open_hosted(NAMESPACE, host=MmapHostPool(8, page), storage=storage)
+    assert inherit(second, held, stored=True) == 3
+    storage.let.set()
+    assert second.match(wait_for_tree(second), hashes(prompt(3))).pages == 0
+    second.check()
+    second.close()
+
+
+def wait_for_tree(cache: HostedCache) -> Scope:
+    """The namespace, once storage has told its generation."""
+    changed = threading.Event()
+    cache.on_change = changed.set
+    end = time.monotonic() + 10
+    while (scope := cache.scope()) is None or scope.tree is None:
+        assert time.monotonic() < end
+        changed.wait(0.05)
+        changed.clear()
+        cache.settle()
+    return scope
