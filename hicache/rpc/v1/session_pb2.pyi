@@ -9,6 +9,12 @@ order in which they come; those that wait (attach, lease, load, prefetch, reserv
 when they are done, so a commit behind a put_bytes waits for its answer first. A client that ends its half of the
 stream still gets the answers that it has asked for.
 
+Connections: messages up to `Limits.message_bytes` are taken (16 MiB where nothing else is configured; a client whose
+gRPC takes 4 MiB, its default, gets no larger ones but for the slots of prompts above 300,000 pages). A client may ping
+every 5 s or more seldom, also while nothing happens; the service pings after 30 s of silence. Over TCP the metadata
+`authorization` is "Bearer " and a token. A stream that has not said hello within 10 s is ended. No deadline of a request
+is longer than 10 minutes.
+
 Formats of packed fields, everywhere in this file:
   page hashes   the hashes of consecutive pages, glued together; 32 bytes each (sha256).
   slots         numbers of pool slots as u32 little endian, glued together.
