@@ -252,7 +252,7 @@ class Events(_Section, frozen=True, kw_only=True):
     storage_medium: Annotated[str, Meta(description="what STORAGE is called; empty: it is not told of")] = "DISK"
     dp_rank: Annotated[int, Meta(ge=0, description="rank among data-parallel replicas that messages carry")] = 0
     batches: Annotated[_Count, Meta(description="batches kept for replay")] = 10_000
-    high_water: Annotated[_Count, Meta(description="batches queued for a slow consumer before it loses some")] = 100_000
+    high_water: Annotated[_Count, Meta(description="batches queued for a slow consumer before it loses some")] = 10_000
 
 
 class Log(_Section, frozen=True, kw_only=True):

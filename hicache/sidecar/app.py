@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from hicache.config import Config, Quota
 from hicache.core.identity import normal_model_name
-from hicache.errors import ConfigError
+from hicache.errors import ConfigError, ServiceError
 from hicache.memory.limits import check_memory
 from hicache.records import Tier
 from hicache.rpc.address import Address
@@ -244,7 +244,10 @@ class App:
 
     async def _kv_snapshot(self) -> Page:
         assert self._publisher is not None
-        return Page(await self._publisher.snapshot(), "application/json")
+        try:
+            return Page(await self._publisher.snapshot(), "application/json")
+        except ServiceError as error:
+            return Page(f"{error}\n".encode(), status=503)
 
     # ---- signals
 

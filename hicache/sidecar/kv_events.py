@@ -24,7 +24,7 @@ from typing import Any, Final, TypeAlias
 
 import msgspec
 
-from hicache.errors import ServiceUnavailable
+from hicache.errors import HicacheError, HicacheInternalError, LimitExceeded, ServiceUnavailable
 from hicache.events import Removed, Stored
 from hicache.records import Tier
 from hicache.sidecar.batches import size_of
@@ -38,6 +38,12 @@ BATCH_BYTES: Final = 128 * 1024
 millisecond."""
 
 _MOST_REMOVED: Final = BATCH_BYTES // 32
+
+KEPT_BYTES: Final = 256 * 2**20
+"""Most bytes of messages that are kept for replay."""
+
+SNAPSHOT_BYTES: Final = 64 * 2**20
+"""Most bytes of a snapshot: some 150,000 pages of 64 tokens."""
 
 QUEUED_PAGES: Final = 262_144
 """Pages that wait at most for the publisher's thread. Above it all is told anew instead."""
@@ -104,7 +110,7 @@ class _Snapshot:
     """Somebody wants everything, and the number that follows it."""
 
     view: View
-    deliver: Callable[[bytes | None], None]
+    deliver: Callable[[bytes | HicacheError], None]
     pages: int = 0
 
 
@@ -122,8 +128,9 @@ class KvPublisher:
         encoding, hashes, media, salts: how events are written, see `WireFormat`.
         model: only of this model; None: of all.
         dp_rank: rank among data-parallel replicas that messages carry.
-        batches: messages kept for replay.
+        batches: messages kept for replay, of at most `KEPT_BYTES` together.
         high_water: messages queued for a slow consumer before it loses some.
+        queued_pages: pages that wait at most for the thread.
         wall: seconds since the epoch.
 
     Raises:
@@ -144,7 +151,7 @@ class KvPublisher:
         model: str | None = None,
         dp_rank: int | None = 0,
         batches: int = 10_000,
-        high_water: int = 100_000,
+        high_water: int = 10_000,
         queued_pages: int = QUEUED_PAGES,
         wall: Callable[[], float] = time.time,
     ) -> None:
@@ -157,7 +164,9 @@ class KvPublisher:
         self._queued = 0
         self._closing = self._closed = False
         self._counts = dict.fromkeys(KvPublisherStatistics.__slots__, 0)
-        self._kept: deque[tuple[int, bytes]] = deque(maxlen=batches)
+        self._kept: deque[tuple[int, bytes]] = deque()
+        self._kept_bytes = 0
+        self._most_kept = batches
         self._next = first_number(wall())
         self._writing = _Writing()
         self._wake, self._woken = socket.socketpair()
@@ -238,15 +247,16 @@ class KvPublisher:
 
         Raises:
             ServiceUnavailable: it is closed.
+            LimitExceeded: the document would have more than `SNAPSHOT_BYTES`.
         """
         loop = asyncio.get_running_loop()
-        future: asyncio.Future[bytes | None] = loop.create_future()
+        future: asyncio.Future[bytes | HicacheError] = loop.create_future()
 
-        def arrive(document: bytes | None) -> None:
+        def arrive(document: bytes | HicacheError) -> None:
             if not future.done():
                 future.set_result(document)
 
-        def deliver(document: bytes | None) -> None:
+        def deliver(document: bytes | HicacheError) -> None:
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(arrive, document)
 
@@ -254,10 +264,10 @@ class KvPublisher:
             if not self._closing:
                 self._put(_Snapshot(self._log.view(), deliver))
             else:
-                future.set_result(None)
+                arrive(_over())
         document = await future
-        if document is None:
-            raise ServiceUnavailable("KV events are not published any more: the service ends")
+        if isinstance(document, HicacheError):
+            raise document
         return document
 
     def statistics(self) -> KvPublisherStatistics:
@@ -293,7 +303,7 @@ class KvPublisher:
                 self._closing = True
             for item in self._queue:
                 if isinstance(item, _Snapshot):
-                    item.deliver(None)
+                    item.deliver(_over())
 
     def _step(self) -> None:
         """Publish all that waits, then wait for more, or for somebody who wants a replay."""
@@ -338,8 +348,10 @@ class KvPublisher:
             self._flush()
             try:
                 item.deliver(self._document(item.view))
+            except LimitExceeded as error:
+                item.deliver(error)
             except BaseException:
-                item.deliver(None)
+                item.deliver(HicacheInternalError("a snapshot of KV events failed, see the log"))
                 raise
 
     def _write(self, event: Stored | Removed, scope: Scope) -> None:
@@ -390,10 +402,17 @@ class KvPublisher:
         self._writing = _Writing()
         number = self._next
         self._next += 1
-        self._kept.append((number, payload))
+        self._keep(number, payload)
         self._counts["messages"] += 1
         self._counts["events"] += len(events)
         self._sockets.publish(number, payload)
+
+    def _keep(self, number: int, payload: bytes) -> None:
+        kept = self._kept
+        kept.append((number, payload))
+        self._kept_bytes += len(payload)
+        while len(kept) > self._most_kept or (self._kept_bytes > KEPT_BYTES and len(kept) > 1):
+            self._kept_bytes -= len(kept.popleft()[1])
 
     def _replay(self) -> None:
         request = self._sockets.request()
@@ -411,19 +430,20 @@ class KvPublisher:
         self._counts["replays_cut"] += not self._sockets.answer(back, END, b"")
 
     def _document(self, view: View) -> bytes:
-        events = [
-            fields
-            for found in view.stored(self._mine)
-            if found is not None and (fields := self._format.stored(found[1], found[0])) is not None
-        ]
-        document = {
-            "number": self._next,
-            "timestamp": self._wall(),
-            "dp_rank": self._dp_rank,
-            "topic": self._topic,
-            "events": [{name: _plain(value) for name, value in event.items()} for event in events],
-        }
-        return msgspec.json.encode(document)
+        head = {"number": self._next, "timestamp": self._wall(), "dp_rank": self._dp_rank, "topic": self._topic}
+        written: list[bytes] = []
+        size = 0
+        for found in view.stored(self._mine):
+            fields = None if found is None else self._format.stored(found[1], found[0])
+            if fields is None:
+                continue
+            written.append(msgspec.json.encode({name: _plain(value) for name, value in fields.items()}))
+            size += len(written[-1])
+            if size > SNAPSHOT_BYTES:
+                raise LimitExceeded(
+                    f"the snapshot has more than {SNAPSHOT_BYTES:,} bytes: replay messages, or watch events by gRPC"
+                )
+        return msgspec.json.encode(head)[:-1] + b',"events":[' + b",".join(written) + b"]}"
 
 
 class _Writing:
@@ -448,3 +468,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, bytes):
         return value.hex()
     return [_plain(item) for item in value] if isinstance(value, list) and value and type(value[0]) is bytes else value
+
+
+def _over() -> ServiceUnavailable:
+    return ServiceUnavailable("KV events are not published any more: the service ends")

@@ -18,9 +18,10 @@ import zmq
 
 import hicache
 from hicache.core.hashing import PageHasher
-from hicache.errors import ConfigError, ServiceUnavailable
+from hicache.errors import ConfigError, LimitExceeded, ServiceUnavailable
 from hicache.events import Cleared, Event, Removed, Stored
 from hicache.records import Tier
+from hicache.sidecar import kv_events
 from hicache.sidecar.events import EventLog
 from hicache.sidecar.kv_events import KvPublisher
 from hicache.sidecar.kv_wire import MEDIA, AllBlocksCleared, decode_batch, short_hash
@@ -207,6 +208,33 @@ def test_only_so_many_messages_are_kept(context: zmq.Context[Any]) -> None:
         kept = it.router.replay(0)
         assert len(kept) == 3
         assert kept[-1][0] == it.router.last
+
+
+def test_messages_are_kept_in_so_many_bytes(context: zmq.Context[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The newest is kept in any case."""
+    monkeypatch.setattr(kv_events, "KEPT_BYTES", 2000)
+    with publishing(context) as it:
+        for number in range(20):
+            it.tell(Prompt(number, 1).stored())
+            it.hear()
+        kept = it.router.replay(0)
+        assert 1 < len(kept) < 20
+        assert sum(len(payload) for _, payload in kept) <= 2000
+        it.tell(Prompt(100, 500).stored())
+        asyncio.run(it.publisher.snapshot())
+        ((_, payload),) = it.router.replay(0)
+        assert len(payload) > 2000
+
+
+def test_a_snapshot_that_is_too_large_is_refused(context: zmq.Context[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_events, "SNAPSHOT_BYTES", 5000)
+    with publishing(context) as it:
+        it.tell(Prompt(1, 10).stored())
+        assert json.loads(asyncio.run(it.publisher.snapshot()))["events"]
+        it.tell(Prompt(2, 200).stored())
+        with pytest.raises(LimitExceeded, match="more than 5,000 bytes"):
+            asyncio.run(it.publisher.snapshot())
+        assert it.publisher.statistics().failures == 0
 
 
 def test_a_snapshot_goes_on_with_the_next_message(context: zmq.Context[Any]) -> None:
