@@ -469,7 +469,7 @@ Global___WatchEventsRequest: typing_extensions.TypeAlias = WatchEventsRequest
 @typing.final
 class WatchEventsResponse(google.protobuf.message.Message):
     """Batches of events, numbered without gaps. A client that fell behind what the service keeps gets `lost`, and then a
-    snapshot.
+    snapshot. Numbers begin at a moment in time, so a number of an earlier life of the service is known to be one.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -481,11 +481,13 @@ class WatchEventsResponse(google.protobuf.message.Message):
     SNAPSHOT_FIELD_NUMBER: builtins.int
     SNAPSHOT_END_FIELD_NUMBER: builtins.int
     sequence: builtins.int
-    """Number of the first event here."""
+    """Number of the first event here; of a snapshot and of `lost`, that of the event which follows the snapshot."""
     timestamp_ms: builtins.int
     """Milliseconds since the epoch."""
     lost: builtins.int
-    """Events that were lost just before this batch; what the client knows is wrong, a snapshot follows."""
+    """Events that were lost; what the client knows is wrong, and a snapshot follows, which begins from nothing. 1 where
+    nobody knows how many, as after a restart of the service.
+    """
     snapshot: builtins.bool
     """This batch belongs to a snapshot: it says what is resident, not what has changed."""
     snapshot_end: builtins.bool
