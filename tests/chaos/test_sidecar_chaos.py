@@ -132,19 +132,22 @@ def test_dead_clients_pages_are_free_within_a_second(folder: Path) -> None:
 def test_stopped_clients_slots_are_nobody_elses(folder: Path) -> None:
     """While a stopped client might still write, its slots stay in quarantine, long after its leases have ended."""
     options = ["--hold", "30", "--pages", "200"]
-    with ServiceProcess(folder, "--set", "leases.seconds=0.1") as service, Admin(service) as admin:
-        with WorkerProcess(service.address, seed=1, options=options) as worker:
-            within(10.0, lambda: len(admin.statistics()["pools"]) > 0 and admin.host()["pinned"] > 0)
-            worker.signal(signal.SIGSTOP)
-            within(10.0, lambda: admin.statistics()["service"]["leases"]["ended"] == 1)
-            kept = admin.statistics()["service"]["leases"]["quarantined_slots"]
-            assert kept > 0
-            with WorkerProcess(service.address, seed=2) as other:
-                admin.wait(0.5)
-                assert admin.statistics()["service"]["leases"]["quarantined_slots"] == kept
-                seen([other.stop()])
-            worker.kill()
-            within(RECLAIM_SECONDS, admin.at_rest)
+    with (
+        ServiceProcess(folder, "--set", "leases.seconds=0.1") as service,
+        Admin(service) as admin,
+        WorkerProcess(service.address, seed=1, options=options) as worker,
+    ):
+        within(10.0, lambda: len(admin.statistics()["pools"]) > 0 and admin.host()["pinned"] > 0)
+        worker.signal(signal.SIGSTOP)
+        within(10.0, lambda: admin.statistics()["service"]["leases"]["ended"] == 1)
+        kept = admin.statistics()["service"]["leases"]["quarantined_slots"]
+        assert kept > 0
+        with WorkerProcess(service.address, seed=2) as other:
+            admin.wait(0.5)
+            assert admin.statistics()["service"]["leases"]["quarantined_slots"] == kept
+            seen([other.stop()])
+        worker.kill()
+        within(RECLAIM_SECONDS, admin.at_rest)
 
 
 def test_service_dies_under_load_and_comes_back(folder: Path) -> None:
