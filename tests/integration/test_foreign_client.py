@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from hicache.config import Config, Host, Listen
 from hicache.testing.serving import ServedApp
 from hicache.units import parse_size
@@ -32,6 +34,7 @@ def run_example(repository: Path, folder: Path, address: str) -> subprocess.Comp
     )
 
 
+@pytest.mark.slow
 def test_a_page_is_stored_and_loaded_by_generated_code_alone(repository: Path, tmp_path: Path) -> None:
     """Forty lines against a whole service: the bytes of a page go in and come out as they were."""
     config = Config(listen=Listen(addresses=(f"unix://{tmp_path}/s",)), host=Host(bytes=parse_size("4MiB")))

@@ -46,6 +46,7 @@ def test_a_hundred_deadlines_leave_nothing_behind() -> None:
     run(main())
 
 
+@pytest.mark.slow
 @pytest.mark.case("GRPC-2")
 @pytest.mark.parametrize("how", ["cancel", "channel", "deadline"])
 def test_a_call_that_ends_early_ends_its_session(how: str) -> None:

@@ -134,6 +134,7 @@ async def attack(app: App, fuzzer: Fuzzer, lease: int, *, raw: bool) -> tuple[in
     return sent, Counter(reply.WhichOneof("result") or "" for reply in stream.wire.replies)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("raw", [False, True], ids=["messages", "bytes"])
 def test_hostile_clients_harm_nobody(raw: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Another tenant's lease stays as it was, its bytes too, and of the attackers nothing is left."""
@@ -172,6 +173,7 @@ BOMB = b"cos\nsystem\n(S'touch marker'\ntR."
 NAMES = ["../../etc", "/etc/x", "a\0b", ".", "", "CON", "x" * 10_000, "a/../../b", "%2e%2e/x"]
 
 
+@pytest.mark.slow
 @pytest.mark.case("SEC-1")
 @pytest.mark.case("SEC-2")
 def test_no_string_of_a_client_reaches_the_file_system_or_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,6 +132,7 @@ def test_a_message_above_the_limit_is_refused_with_the_number_and_the_session_go
     run(main())
 
 
+@pytest.mark.slow
 @pytest.mark.case("GRPC-1")
 def test_a_message_that_the_transport_does_not_carry_ends_the_session_with_one_clear_code() -> None:
     """Nothing of the session is left; what it meant to move goes in chunks."""
@@ -151,6 +152,7 @@ def test_a_message_that_the_transport_does_not_carry_ends_the_session_with_one_c
     run(main())
 
 
+@pytest.mark.slow
 def test_streams_that_never_say_hello_are_few() -> None:
     """Above the limit new ones are refused, until some have ended; sessions go on."""
 
@@ -177,6 +179,7 @@ def test_streams_that_never_say_hello_are_few() -> None:
     run(main())
 
 
+@pytest.mark.slow
 @pytest.mark.case("GRPC-1")
 @pytest.mark.parametrize("options", [CHANNEL_OPTIONS, ()], ids=["ours", "defaults"])
 def test_a_page_of_64_mib_goes_in_chunks(options: tuple[tuple[str, int], ...]) -> None:

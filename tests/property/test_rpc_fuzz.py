@@ -57,6 +57,7 @@ async def stream(service: FakeService, fuzzer: Fuzzer, *, raw: bool, messages: i
     return sent, Counter(reply.WhichOneof("result") or "" for reply in served.wire.replies)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("raw", [False, True], ids=["messages", "bytes"])
 def test_whatever_is_sent_is_answered_in_words_and_leaves_nothing(raw: bool, caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
