@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.measure import Row  # noqa: E402  the repository's root is not installed
 
-MODULES = ("core", "file", "hash", "memory", "redis", "replay", "scale")
+MODULES = ("core", "file", "hash", "memory", "redis", "replay", "scale", "sidecar")
 OUT = ROOT / "benchmarks" / "out" / "bench.json"
 
 

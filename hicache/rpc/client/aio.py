@@ -48,9 +48,9 @@ class AsyncConnectedRequest(RequestView):
         """See `ConnectedRequest.write_from`. Copies in a thread, so that the loop goes on."""
         return await asyncio.to_thread(lambda: run(self._verbs.write_from(buffers, first)))
 
-    async def commit(self, upto: int | None = None, *, ready: WriterEvent | None = None) -> None:
+    async def commit(self, upto: int | None = None, *, ready: WriterEvent | None = None, wait: bool = True) -> None:
         """See `ConnectedRequest.commit`."""
-        await drive(self._verbs.commit(upto, ready))
+        await drive(self._verbs.commit(upto, ready, wait=wait))
 
     async def close(self, *, aborted: bool = False) -> RequestCounts:
         """See `ConnectedRequest.close`."""

@@ -46,8 +46,10 @@ class Commits:
         with self._lock:
             return self._writers > 0
 
-    async def add(self, end: int, event: WriterEvent | None) -> None:
+    async def add(self, end: int, event: WriterEvent | None, *, wait: bool) -> None:
         """The pages up to an index are written when the event passes; None: they are.
+
+        With `wait`, what is published at once is waited for.
 
         Raises:
             HicacheError: what was published at once was refused.
@@ -59,8 +61,10 @@ class Commits:
             if not at_once:
                 self._waiting.append(entry)
             self._writers += not passed
-        if at_once:
+        if at_once and wait:
             await self._publish(end)
+        elif at_once:
+            launch(self._quietly(end))
         elif not passed:
             assert event is not None
             try:
@@ -98,4 +102,4 @@ class Commits:
             await self._publish(end)
         except HicacheError:
             self._counters.add("failed_commits")
-            _log.exception("a commit behind a writer's event has failed: its pages are not published")
+            _log.exception("a commit that nobody waited for has failed: its pages are not published")

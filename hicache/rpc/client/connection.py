@@ -296,8 +296,10 @@ class Dialer:
     async def _map(self, connection: Connection, lifeline: Lifeline) -> None:
         from hicache.rpc.client.memory import SharedPages
 
-        attached = connection.attached
-        connection.memory = await _in_thread(lambda: SharedPages(lifeline, attached), SharedPages.close)
+        attached, populate = connection.attached, self.options.populate
+        connection.memory = await _in_thread(
+            lambda: SharedPages(lifeline, attached, populate=populate), SharedPages.close
+        )
 
     def _lifeline_ended(self, connection: Connection, number: int) -> None:
         asyncio.get_running_loop().remove_reader(number)

@@ -57,6 +57,7 @@ class ConnectedHost:
 
         Raises:
             GeometryError: no such slot, a page that lies in several places, or pages that are streamed.
+            LeaseExpired: the slot's request is lost, and the slot may be another's by now.
             CacheClosed: the slot's request is closed, and so is its service; or the cache.
         """
         self._state.check_open()

@@ -126,10 +126,10 @@ class JoinedRequest:
             raise InvalidInput(f"page {page!r:.40}: {self.lost}")
         return pages.page(page)
 
-    def commit(self, upto: int | None = None, *, ready: WriterEvent | None = None) -> None:
+    def commit(self, upto: int | None = None, *, ready: WriterEvent | None = None, wait: bool = True) -> None:
         """This rank's part of the pages up to a token is written, or will be when `ready` passes.
 
-        Pages become visible when every rank has said so.
+        Pages become visible when every rank has said so. `wait` as in `ConnectedRequest.commit`.
 
         Raises:
             InvalidInput: `upto` is not within the prompt, or `ready` is no event.
@@ -144,7 +144,7 @@ class JoinedRequest:
         event = event_of(ready)
         pages = self._open()
         if pages is not None:
-            run(self._commits.add(min(tokens // self._state.page_size, pages.end), event))
+            run(self._commits.add(min(tokens // self._state.page_size, pages.end), event, wait=wait))
 
     async def _publish(self, end: int) -> None:
         pages = self._pages

@@ -164,6 +164,8 @@ class ClientOptions:
     Attributes:
         name: by which the service's logs call it.
         streamed: whether page bytes go over the connection even where memory could be shared. Always so over TCP.
+        populate: whether the service's memory is made ready for this process in the background, so that first touches
+            do not cost half of the speed; it takes some 50 ms and 2 MiB of page tables a GiB.
         extras: whether prompts may carry non-text input.
         pool_size: host memory that the model's pool shall have if this client makes it, in bytes or as "20GiB";
             0: as the service is configured.
@@ -179,6 +181,7 @@ class ClientOptions:
 
     name: str = "hicache"
     streamed: bool = False
+    populate: bool = True
     extras: bool = False
     pool_size: int | str = 0
     deadline: float = 5.0
@@ -190,7 +193,7 @@ class ClientOptions:
     pause: Callable[[float], Awaitable[None]] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("streamed", "extras", "required"):
+        for name in ("streamed", "populate", "extras", "required"):
             flag(name, getattr(self, name))
         for name in ("deadline", "grace", "timeout"):
             object.__setattr__(self, name, number_of_seconds(name, getattr(self, name)))

@@ -90,6 +90,11 @@ class LeasedPages:
         """Whether something may still be done with the lease, as far as this process knows."""
         return self.ended is None and not self.closed and not self.connection.ending.done()
 
+    @property
+    def described_slots(self) -> Slots:
+        """Slots of all its pages, as the service numbers them."""
+        return self._slots
+
     def slots(self, begin: int, end: int) -> Slots:
         """Slots of pages, as they are handed to the engine."""
         raw = self._slots[begin - self.first : end - self.first]
@@ -136,10 +141,12 @@ class LeasedPages:
         self._let_go()
 
     def _let_go(self) -> None:
-        with self._lock:
+        with self._state.viewing, self._lock:
             if not self._revoked or self._copies or (self._state.viewed and not self.closed):
                 return
             self._revoked = False
+            if not self.closed:
+                self._state.given_up.add(self)
         self._state.acknowledge(self.connection, (self.lease,))
 
     def _enter(self) -> bool:
@@ -161,11 +168,14 @@ class LeasedPages:
 
         Raises:
             GeometryError: the page's bytes are not in one piece in shared memory, or nothing is shared.
+            LeaseExpired: the slots may be others' by now.
         """
         memory = self.connection.memory
         if memory is None:
             raise GeometryError("the pages of this client are streamed: use read_into() and write_from()")
-        self._state.viewed = True
+        self._state.view()
+        if self in self._state.given_up:
+            raise LeaseExpired(f"page {page!r:.40}: {self.ended}; close the request, and make another one")
         return memory.page(int(self._slots[self._index(page)]))
 
     def _index(self, page: int) -> int:

@@ -74,6 +74,7 @@ class RequestView:
         Raises:
             InvalidInput: none of the usable and allocated pages.
             GeometryError: this rank's page lies in several places, or the pages are streamed.
+            LeaseExpired: the request is lost, and its slots may be others' by now.
             CacheClosed: the request or the cache is closed.
         """
         self._verbs.check_open()
@@ -196,7 +197,7 @@ class ConnectedRequest(RequestView):
         """
         return run(self._verbs.write_from(buffers, first))
 
-    def commit(self, upto: int | None = None, *, ready: WriterEvent | None = None) -> None:
+    def commit(self, upto: int | None = None, *, ready: WriterEvent | None = None, wait: bool = True) -> None:
         """Publish computed pages. Only whole pages become visible, and only once the writer's event has passed.
 
         May be called once per prefill chunk; pages committed before are not committed again. Until the event has
@@ -205,13 +206,15 @@ class ConnectedRequest(RequestView):
         Args:
             upto: tokens, from the prompt's start, whose KV is written or will be when `ready` passes; default all.
             ready: the event behind which the bytes are written; None or `READY` if they are.
+            wait: whether pages that are written are waited for until they are visible. Without, this returns at once,
+                what this process asks afterwards finds them all the same, and a refusal is logged and counted.
 
         Raises:
             InvalidInput: `upto` is not within the prompt and the slots allocated, or `ready` is no event.
             HashMismatch: the service computes other page hashes; nothing was published.
             CacheClosed: the request or the cache is closed.
         """
-        run(self._verbs.commit(upto, ready))
+        run(self._verbs.commit(upto, ready, wait=wait))
 
     def close(self, *, aborted: bool = False) -> RequestCounts:
         """Give back every pin and every slot, and count the request. Idempotent.

@@ -89,6 +89,8 @@ class ClientState:
         counters: what it counts.
         link: keeps it connected.
         viewed: whether the engine was given pages without a copy, so that only it knows when it is done with them.
+        viewing: held while that changes, and while it decides.
+        given_up: open leases whose slots this process has let go of, so that it gives no views of them any more.
         refusal: why nothing can be done here any more, or None.
         watcher: waits for the events of writers.
     """
@@ -104,6 +106,8 @@ class ClientState:
         self.now = clock.now
         self.counters = Counters()
         self.viewed = False
+        self.viewing = threading.Lock()
+        self.given_up: weakref.WeakSet[LeasedPages] = weakref.WeakSet()
         self.refusal: str | None = None
         self.watcher = EventWatcher("hicache-client-events")
         self.link: Link
@@ -271,9 +275,11 @@ class ClientState:
 
         Raises:
             CacheClosed: its requests are closed, and their service is gone.
+            LeaseExpired: its request has lost it, and others may have it by now.
         """
-        self.viewed = True
+        self.view()
         epoch, number = slot >> EPOCH_SHIFT, slot & (1 << EPOCH_SHIFT) - 1
+        self._check_held(epoch, number)
         connection = self.link.connection
         if connection is not None and connection.epoch == epoch and connection.memory is not None:
             return connection.memory, number
@@ -282,6 +288,22 @@ class ClientState:
         if memory is None:
             raise CacheClosed(f"slot {slot} belongs to a request that is closed")
         return memory, number
+
+    def view(self) -> None:
+        """From now on the engine may have views: what is open stays its own until it is closed."""
+        if not self.viewed:
+            with self.viewing:
+                self.viewed = True
+
+    def _check_held(self, epoch: int, number: int) -> None:
+        if not self.given_up:
+            return
+        with self._lock:
+            holders = [
+                pages for pages in self._open if pages.connection.epoch == epoch and number in pages.described_slots
+            ]
+        if any(pages in self.given_up for pages in holders) and not any(pages.live for pages in holders):
+            raise LeaseExpired(f"slot {number}: {holders[0].ended}; close the request, and make another one")
 
     def forget_memory(self, *, everything: bool = False, finished: bool = True) -> None:
         """Let go of the memory of connections that have ended, where no request is open that may still use it.

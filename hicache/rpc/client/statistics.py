@@ -24,7 +24,7 @@ class ClientStatistics:
         revoked: leases that the service took back.
         overwritten_pages: pages that were read too late, so that their bytes were not used.
         dropped: requests that were never closed, only collected.
-        failed_commits: commits behind a writer's event that published nothing.
+        failed_commits: commits that nobody waited for and that published nothing.
         pages_read, pages_written: pages copied by `read_into` and `write_from` that count.
     """
 

@@ -30,7 +30,7 @@ from hicache.rpc.client.protocol import Reply
 from hicache.rpc.client.state import FORKED, ClientState, Naming
 from hicache.rpc.convert.session import decode_counts
 from hicache.rpc.v1 import session_pb2 as pb
-from hicache.runtime.arguments import deadline_of, event_of, no_spans, spans_of, whole
+from hicache.runtime.arguments import deadline_of, event_of, flag, no_spans, spans_of, whole
 from hicache.units import whole_number
 
 _UNKNOWN: Final = RequestCounts()
@@ -220,11 +220,12 @@ class RequestVerbs:
 
     # ---- publishing
 
-    async def commit(self, upto: int | None, ready: WriterEvent | None) -> None:
+    async def commit(self, upto: int | None, ready: WriterEvent | None, *, wait: bool) -> None:
         """Publish pages; see `ConnectedRequest.commit`."""
         self.check_open()
         end = self._pages_to_commit(upto)
         event = event_of(ready)
+        flag("commit: wait", wait)
         if self.pages is None:
             return
         own = 0 if self._start is None else self.pages.end - self._start
@@ -233,7 +234,7 @@ class RequestVerbs:
                 f"commit: page {end} is behind the last one that can be committed: {own} slots were allocated behind "
                 f"{self._usable} usable pages of {self.whole} whole ones"
             )
-        await self.commits.add(end, event)
+        await self.commits.add(end, event, wait=wait)
 
     def _pages_to_commit(self, upto: int | None) -> int:
         tokens = self.tokens if upto is None else whole_number(upto)

@@ -45,8 +45,8 @@ def watcher() -> Iterator[EventWatcher]:
 
 def test_what_is_written_is_published_at_once(watcher: EventWatcher) -> None:
     recording = Recording(watcher)
-    run(recording.commits.add(3, READY))
-    run(recording.commits.add(5, None))
+    run(recording.commits.add(3, READY, wait=True))
+    run(recording.commits.add(5, None, wait=True))
     assert recording.published == [3, 5]
     assert not recording.commits.pending
 
@@ -54,9 +54,9 @@ def test_what_is_written_is_published_at_once(watcher: EventWatcher) -> None:
 def test_pages_wait_for_all_writers_before_them(watcher: EventWatcher) -> None:
     recording = Recording(watcher)
     first, second = ThreadEvent(), ThreadEvent()
-    run(recording.commits.add(2, first))
-    run(recording.commits.add(4, second))
-    run(recording.commits.add(6, READY))
+    run(recording.commits.add(2, first, wait=True))
+    run(recording.commits.add(4, second, wait=True))
+    run(recording.commits.add(6, READY, wait=True))
     assert recording.commits.then(recording.finish)
     second.set()
     assert recording.published == []
@@ -84,9 +84,9 @@ class Broken:
 def test_nothing_behind_a_broken_writer_is_published_but_what_was_before_it_is(watcher: EventWatcher) -> None:
     recording = Recording(watcher)
     good = ThreadEvent()
-    run(recording.commits.add(2, good))
-    run(recording.commits.add(4, Broken()))
-    run(recording.commits.add(6, READY))
+    run(recording.commits.add(2, good, wait=True))
+    run(recording.commits.add(4, Broken(), wait=True))
+    run(recording.commits.add(6, READY, wait=True))
     assert recording.commits.then(recording.finish)
     good.set()
     assert recording.finished.wait(PATIENCE)
@@ -100,15 +100,25 @@ def test_nobody_waits_behind_writers_that_have_ended(watcher: EventWatcher) -> N
     assert not recording.finished.is_set()
 
 
+def test_what_is_written_need_not_be_waited_for(watcher: EventWatcher, caplog: pytest.LogCaptureFixture) -> None:
+    recording = Recording(watcher)
+    run(recording.commits.add(3, READY, wait=False))
+    assert recording.published == [3]
+    recording.refuse = True
+    run(recording.commits.add(5, READY, wait=False))
+    assert recording.counters.get("failed_commits") == 1
+    assert "other tokens" in caplog.text
+
+
 def test_a_refusal_is_raised_where_the_commit_was_made_and_counted_where_it_waited(
     watcher: EventWatcher, caplog: pytest.LogCaptureFixture
 ) -> None:
     recording = Recording(watcher)
     recording.refuse = True
     with pytest.raises(HashMismatch):
-        run(recording.commits.add(1, READY))
+        run(recording.commits.add(1, READY, wait=True))
     written = ThreadEvent()
-    run(recording.commits.add(2, written))
+    run(recording.commits.add(2, written, wait=True))
     assert recording.commits.then(recording.finish)
     written.set()
     assert recording.finished.wait(PATIENCE)

@@ -1,0 +1,228 @@
+"""The service and its clients, each in a process of its own.
+
+A match beside an empty message of the same stream; pages in batches of 32 MiB over shared memory beside a plain copy in
+the same process, batch by batch in turns, of as many bytes that lie as far apart; pages over TCP beside a gRPC stream
+of as many bytes in pieces of the same size, from a server that does nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from grpc import aio
+
+import hicache
+from benchmarks.measure import Row, row
+from hicache.rpc.address import Address
+from hicache.rpc.client.admin import AdminClient
+from hicache.rpc.client.cache import ConnectedCache
+from hicache.rpc.transport import CHANNEL_OPTIONS, SERVER_OPTIONS
+from hicache.rpc.v1 import session_pb2 as pb
+from hicache.testing.sidecars import ServiceProcess
+
+NAMESPACE = hicache.Namespace(
+    model="benchmark/model",
+    geometry=hicache.KVGeometry.mha(layers=4, kv_heads=4, head_dim=64, dtype="float16"),
+    page_size=64,
+    hash="sha256",
+)
+PAGE_BYTES = NAMESPACE.geometry.page_bytes(NAMESPACE.page_size)
+BATCH = 32 * 2**20 // PAGE_BYTES  # pages
+BATCHES = 6
+ROUNDS = 5
+CALLS = 2000
+STREAM_BYTES = 64 * 2**20
+STREAM = "/benchmark/Stream"
+
+
+def timed(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def prompt(seed: int, pages: int) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(seed).integers(0, 2**32, pages * NAMESPACE.page_size, dtype=np.uint32)
+
+
+def gigabytes(pages: int, seconds: list[float]) -> float:
+    return pages * PAGE_BYTES / statistics.median(seconds) / 1e9
+
+
+# ---- a match
+
+
+def match(cache: ConnectedCache) -> Row:
+    tokens = prompt(1, 8192 // NAMESPACE.page_size)
+    with cache.request(tokens, logits=False) as request:
+        request.allocate()
+        request.commit()
+    connection = cache.state.link.connection
+    assert connection is not None
+    echoes, matches = [], []
+    for _ in range(CALLS):
+        empty = pb.Request(echo=pb.Echo())
+        echoes.append(timed(lambda empty=empty: connection.call(empty, seconds=60.0, grace=0.0).result()))  # type: ignore[misc]
+        matches.append(timed(lambda: cache.match(tokens, logits=False)))
+    assert cache.match(tokens, logits=False).host == 128
+    echo = statistics.median(echoes) * 1e6
+    return row("match_stream_8k", statistics.median(matches) * 1e6, "us", bar=1.5 * echo, reference=echo)
+
+
+# ---- pages over shared memory: a process that stores, and one that loads
+
+
+def moving(address: str, what: str) -> tuple[float, float]:
+    """GB/s of a process of its own, and of a plain copy there."""
+    program = f"from benchmarks.bench_sidecar import worker; worker({address!r}, {what!r})"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    ours, plain = json.loads(done.stdout)
+    return ours, plain
+
+
+def worker(address: str, what: str) -> None:
+    """Rounds of a request with several batches; its verbs are paid by its batches."""
+    here = np.ones((BATCH, PAGE_BYTES), np.uint8)
+    there = np.ones((BATCHES, BATCH, PAGE_BYTES), np.uint8)  # as large as what a request moves: no cache holds it
+    ours: list[float] = []
+    plain: list[float] = []
+    with hicache.connect(address, NAMESPACE, required=True, deadline=60.0) as cache:
+        for number in range(ROUNDS + 1):  # the first touches the memory
+            tokens = prompt(2 + number % 2, BATCH * BATCHES)
+            move = store if what == "store" else load
+            spent, copied = move(cache, tokens, here, there)
+            if number:
+                ours.append(spent / BATCHES)
+                plain += copied
+    print(json.dumps([gigabytes(BATCH, ours), gigabytes(BATCH, plain)]))
+
+
+def store(cache: ConnectedCache, tokens: Any, here: Any, there: Any) -> tuple[float, list[float]]:
+    cache.clear()
+    copied = []
+    spent = -time.perf_counter()
+    with cache.request(tokens, logits=False) as request:
+        request.allocate()
+        for batch in range(BATCHES):
+            spent += time.perf_counter()
+            copied.append(timed(lambda batch=batch: np.copyto(there[batch], here)))  # type: ignore[misc]
+            spent -= time.perf_counter()
+            assert request.write_from(here, first=batch * BATCH) == BATCH
+            request.commit(upto=(batch + 1) * BATCH * NAMESPACE.page_size)
+    return spent + time.perf_counter(), copied
+
+
+def load(cache: ConnectedCache, tokens: Any, here: Any, there: Any) -> tuple[float, list[float]]:
+    if cache.match(tokens, logits=False).pages < BATCH * BATCHES:
+        store(cache, tokens, here, there)
+    copied = []
+    spent = -time.perf_counter()
+    with cache.request(tokens, logits=False) as request:
+        assert len(request.load()) == BATCH * BATCHES
+        for batch in range(BATCHES):
+            spent += time.perf_counter()
+            copied.append(timed(lambda batch=batch: np.copyto(here, there[batch])))  # type: ignore[misc]
+            spent -= time.perf_counter()
+            assert request.read_into(here, first=batch * BATCH) == BATCH
+    return spent + time.perf_counter(), copied
+
+
+# ---- pages over TCP
+
+
+def raw_server() -> None:
+    """Streams pieces of a page's size to whoever asks; prints its port."""
+
+    async def stream(*_: Any) -> Any:
+        piece = bytes(PAGE_BYTES)
+        for _ in range(STREAM_BYTES // PAGE_BYTES):
+            yield piece
+
+    async def main() -> None:
+        import grpc
+
+        server = aio.server(options=SERVER_OPTIONS)
+        handlers = {"Stream": grpc.unary_stream_rpc_method_handler(stream)}
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("benchmark", handlers),))
+        print(server.add_insecure_port("127.0.0.1:0"), flush=True)
+        await server.start()
+        await server.wait_for_termination()
+
+    asyncio.run(main())
+
+
+async def raw_get(port: int, times: int) -> list[float]:
+    seconds = []
+    async with aio.insecure_channel(f"127.0.0.1:{port}", CHANNEL_OPTIONS) as channel:
+        call = channel.unary_stream(STREAM)
+        for _ in range(times):
+            start = time.perf_counter()
+            received = 0
+            async for piece in call(b""):
+                received += len(piece)
+            assert received == STREAM_BYTES
+            seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def remote_get(address: str) -> Row:
+    pages = STREAM_BYTES // PAGE_BYTES
+    tokens = prompt(9, pages)
+    buffer = np.ones((pages, PAGE_BYTES), np.uint8)
+    server = subprocess.Popen(
+        [sys.executable, "-c", "from benchmarks.bench_sidecar import raw_server; raw_server()"],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    ours: list[float] = []
+    raw: list[float] = []
+    try:
+        assert server.stdout is not None
+        port = int(server.stdout.readline())
+        with hicache.connect(address, NAMESPACE, insecure=True, required=True, deadline=60.0) as cache:
+            with cache.request(tokens, logits=False) as request:
+                request.load()
+                request.allocate()
+                request.write_from(buffer, first=0)
+                request.commit()
+            for _ in range(ROUNDS + 1):
+                raw += asyncio.run(raw_get(port, 1))
+                with cache.request(tokens, logits=False) as request:
+                    request.load()
+                    ours.append(timed(lambda request=request: request.read_into(buffer)))  # type: ignore[misc]
+    finally:
+        server.kill()
+        server.wait()
+        if server.stdout is not None:
+            server.stdout.close()
+    reference = gigabytes(pages, raw[1:])
+    value = gigabytes(pages, ours[1:])
+    return row("remote_get", value, "GB/s", bar=0.5 * reference, reference=reference, at_least=True)
+
+
+def rows() -> list[Row]:
+    with (
+        tempfile.TemporaryDirectory(prefix="hc") as folder,
+        ServiceProcess(
+            Path(folder), "--listen", "127.0.0.1:0", "--insecure", "--log-level", "warning", host="900MiB"
+        ) as service,
+    ):
+        remote = next(address for address in service.ready["addresses"] if not address.startswith("unix:"))
+        with hicache.connect(service.address, NAMESPACE, required=True) as cache:
+            found = [match(cache)]
+        for what in ("store", "load"):
+            ours, plain = moving(service.address, what)
+            found.append(row(f"sidecar_{what}", ours, "GB/s", bar=0.7 * plain, reference=plain, at_least=True))
+        with AdminClient(Address.parse(service.address)) as admin:
+            admin.clear()
+        return [*found, remote_get(remote)]
