@@ -211,7 +211,7 @@ class App:
         events = self._config.events
         if events.publish:
             media = (events.device_medium, events.host_medium, events.storage_medium)
-            self._publisher = publisher = KvPublisher(
+            self._publisher = self.service.publisher = publisher = KvPublisher(
                 self.service.events,
                 publish=events.publish,
                 replay=events.replay or None,

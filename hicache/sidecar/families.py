@@ -281,6 +281,16 @@ FAMILIES: Final[tuple[Family, ...]] = (
         _pool("statistics.internal_errors"),
         *_POOL,
     ),
+    # ---- residency events
+    _counter("events", "Residency events numbered", _service("events.events")),
+    _gauge("events_waiting", "Residency events that have no number yet", _service("events.waiting")),
+    _gauge("events_watchers", "Clients that watch events", _service("events.watchers")),
+    _counter("events_lost", "Times that a watcher had fallen behind", _service("events.lost")),
+    _counter("kv_messages", "Messages published for routers", _service("kv_events.messages")),
+    _counter("kv_dropped_events", "Events never published; a reset followed", _service("kv_events.dropped_events")),
+    _counter("kv_resets", "Times that routers were told everything anew", _service("kv_events.resets")),
+    _counter("kv_replays", "Replays that routers asked for", _service("kv_events.replays")),
+    _counter("kv_replays_cut", "Of those, not answered to the end", _service("kv_events.replays_cut")),
     # ---- queues of storage work
     _gauge("queue_waiting", "Jobs that nobody has begun", _queues("waiting"), *_POOL, "queue"),
     _gauge("queue_running", "Jobs that a thread works on", _queues("running"), *_POOL, "queue"),

@@ -43,6 +43,7 @@ from hicache.sidecar.events import EventLog
 from hicache.sidecar.groups import Group, Member
 from hicache.sidecar.heritage import estate_of, left_of
 from hicache.sidecar.heritage import leave as leave_pool
+from hicache.sidecar.kv_events import KvPublisher
 from hicache.sidecar.leases import HeldLease, LeaseBook, LeaseStatistics
 from hicache.sidecar.pins import Pins, PinStatistics
 from hicache.sidecar.pool import Pool
@@ -112,6 +113,7 @@ class SidecarService:
         pools: its memory.
         leases, pins: what is held.
         events: residency changes of all pools.
+        publisher: who tells routers of them, if anybody does.
         ready: whether it takes requests.
         verbs: gives the latencies of what is served; set by whoever serves it.
     """
@@ -132,6 +134,7 @@ class SidecarService:
         self.ready = False
         self.verbs: Callable[[], Iterable[VerbStatistics]] = tuple
         self.events = EventLog(later=self.loop.call_soon_threadsafe)
+        self.publisher: KvPublisher | None = None
         self.quotas = quotas
         self.storage_name = storage_name
         self.pools = PoolTable(config, storage, quotas=quotas, publish=self.publish, closed=self._pool_closed)
@@ -305,6 +308,7 @@ class SidecarService:
         own = asdict(self.statistics()) | {
             "quotas": quotas,
             "events": asdict(self.events.statistics()),
+            "kv_events": None if self.publisher is None else asdict(self.publisher.statistics()),
             "verbs": [asdict(verb) for verb in self.verbs()],
         }
         document: dict[str, Any] = _plain(

@@ -13,6 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import hicache
 from hicache.rpc.latency import LatencyMeter
+from hicache.sidecar.events import EventLog
+from hicache.sidecar.kv_events import KvPublisherStatistics
 from hicache.sidecar.metrics import FAMILIES, LATENCY, Metrics, histograms, metrics_table
 from hicache.storage.memory import MemoryBackend
 from hicache.storage.wrappers import MeteredBackend
@@ -29,6 +31,8 @@ SERVICE = {
         {"tenant": "acme", "tier": "host", "bytes": 5, "quota": 10},
         {"tenant": None, "tier": "host", "bytes": 1},
     ],
+    "events": asdict(EventLog(buckets=1).statistics()),
+    "kv_events": asdict(KvPublisherStatistics(messages=8)),
 }
 
 
