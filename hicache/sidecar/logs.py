@@ -109,7 +109,7 @@ class _Text(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """One line, and the lines of a traceback where there is one."""
-        given = "".join(f" {name}={_word(value)}" for name, value in _given(record).items())
+        given = "".join(f" {name}={_word(value)}" for name, value in _given(record).items() if value is not None)
         message = " ".join(_message(record).splitlines())
         line = f"{_moment(record)} {record.levelname.lower():<7} {message}{' ' if given else ''}{given}"
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line

@@ -59,7 +59,7 @@ def test_lines_for_people() -> None:
     """A record is one line; values that would break it are quoted."""
     stream = logged("text")
     with fields(tenant="a b\nc"):
-        _log.warning("two\nlines", extra={"session": 7})
+        _log.warning("two\nlines", extra={"session": 7, "group": None})
     (line,) = stream.getvalue().splitlines()
     assert line.endswith('Z warning two lines  tenant="a b\\nc" session=7')
 
