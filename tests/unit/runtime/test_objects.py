@@ -46,7 +46,9 @@ class _Rank:
     def __init__(self, backend: StorageBackend, plan: ShardPlan, *, pages: int = 8) -> None:
         self.plan = plan
         self.host = MmapHostPool(pages, plan.page_bytes)
-        self.objects = PageObjects(GuardedBackend(backend), buffer=self.host.buffer, plan=plan, tokens=SymbolTokens(4 * P))
+        self.objects = PageObjects(
+            GuardedBackend(backend), buffer=self.host.buffer, plan=plan, tokens=SymbolTokens(4 * P)
+        )
 
     def fill(self, whole: Any, geometry: KVGeometry) -> None:
         """Take this rank's part of whole pages."""
