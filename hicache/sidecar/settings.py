@@ -15,6 +15,7 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, get_args, get_origin, get_type_hints
 
@@ -98,6 +99,7 @@ class Settings:
             yield setting.name, shown(setting.name, value), self.origin(setting.name)
 
 
+@cache
 def schema() -> tuple[Setting, ...]:
     """All settings, in the order of their declaration."""
     return tuple(
@@ -225,7 +227,7 @@ class _Merged:
         key = name.rpartition(".")[2]
         near = near or [other for other in sorted(self._known) if other.rpartition(".")[2] == key]
         hint = f"did you mean {near[0]}?" if near else f"known are: {', '.join(sorted(known)):.600}"
-        return ConfigError(f"unknown setting {name:.80} ({origin}): {hint}")
+        return ConfigError(f"unknown setting {_name(name)} ({_name(origin)}): {hint}")
 
 
 def _read(path: str) -> dict[str, Any]:
@@ -250,7 +252,7 @@ def _from_text(setting: Setting, text: str, *, name: str, origin: str, entry: bo
             return json.loads(text)
         except ValueError:
             raise ConfigError(
-                f"{name} ({origin}): give a JSON object, or set entries one by one as {name}.NAME=VALUE"
+                f"{name} ({_name(origin)}): give a JSON object, or set entries one by one as {name}.NAME=VALUE"
             ) from None
     if get_origin(bare) is tuple:
         return [part.strip() for part in text.split(",") if part.strip()]
@@ -266,7 +268,7 @@ def _converted(setting: Setting, value: Any, *, name: str, origin: str, entry: b
         return msgspec.convert(value, kind, strict=exact or not isinstance(value, str), dec_hook=_parse)
     except (msgspec.ValidationError, ConfigError) as error:
         reason = _reason(error, bare)
-    raise ConfigError(f"{name}={_briefly(name, value)} ({origin}): {reason}")
+    raise ConfigError(f"{_name(name)}={_briefly(name, value)} ({_name(origin)}): {reason}")
 
 
 def _spelled_out(kind: Any, value: Any, *, entry: bool) -> Any:
@@ -279,6 +281,11 @@ def _spelled_out(kind: Any, value: Any, *, entry: bool) -> Any:
         return {required[0]: given} if len(required) == 1 and isinstance(given, str) else given
 
     return spell(value) if entry or not isinstance(value, dict) else {key: spell(given) for key, given in value.items()}
+
+
+def _name(text: str) -> str:
+    """A name of somebody's choice, on one line."""
+    return (text if text.isprintable() else repr(text))[:200]
 
 
 def _briefly(name: str, value: Any) -> str:
