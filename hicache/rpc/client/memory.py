@@ -76,6 +76,11 @@ class SharedPages:
                 if self._stop.is_set():
                     return
 
+    def wait_populated(self) -> None:
+        """Block until the background thread has done its work, or is stopped."""
+        if self._populating is not None:
+            self._populating.join()
+
     @property
     def writes(self) -> bool:
         """Whether this rank writes any part of its pages."""
@@ -121,8 +126,7 @@ class SharedPages:
                 once, and need not wait for the end of this process.
         """
         self._stop.set()
-        if self._populating is not None:
-            self._populating.join()  # it looks after each step
+        self.wait_populated()  # it looks after each step
         self._held.close()
         if finished:
             self._lifeline.finish()
