@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
-from hicache.core.symbols import Span, check_span
+from hicache.core.symbols import Span, Tokens, check_span
 from hicache.errors import ConfigError, InvalidInput
 from hicache.memory.writer import READY, WriterEvent
 from hicache.units import whole_number
@@ -109,6 +109,14 @@ def length_of(tokens: Any) -> int:
         return len(tokens)
     except TypeError:
         raise InvalidInput(f"tokens are {type(tokens).__name__}: give a list or an array of token ids") from None
+
+
+def tail_of(tokens: Tokens, first: int) -> Tokens:
+    """The tokens from position `first` on, also of sequences that have no slices, as `collections.deque`."""
+    try:
+        return tokens[first:]
+    except TypeError:
+        return [*tokens][first:]
 
 
 def no_spans(extras: Any) -> None:

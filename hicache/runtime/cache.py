@@ -11,7 +11,7 @@ from hicache.core.prompt import Prompt
 from hicache.core.symbols import Span, Tokens, page_extras, symbols
 from hicache.memory.base import DevicePool
 from hicache.records import Match
-from hicache.runtime.arguments import deadline_of, flag, length_of, no_spans, priority_of, spans_of
+from hicache.runtime.arguments import deadline_of, flag, length_of, no_spans, priority_of, spans_of, tail_of
 from hicache.runtime.forks import watch
 from hicache.runtime.leasing import LeasingCache
 from hicache.runtime.parts import Parts
@@ -99,7 +99,7 @@ class EmbeddedCache(LeasingCache):
         count = len(tokens)
         pages = len(prompt_bytes) // self._width
         limit = usable_pages(count, page_size) if flag("logits", logits) else pages
-        tail = symbols(tokens[pages * page_size :], 1) if count != pages * page_size else b""
+        tail = symbols(tail_of(tokens, pages * page_size), 1) if count != pages * page_size else b""
         if adapter is None and tenant is None and salt is None:
             scope: Scope | None = self._base
         else:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import array
 import pathlib
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -38,6 +40,16 @@ def refused(call: Callable[[], object], words: str) -> None:
 @pytest.mark.parametrize("salt", [None, "s"])
 def test_a_priority_that_cannot_be_compared(cache: hicache.EmbeddedCache, priority: Any, salt: str | None) -> None:
     refused(lambda: cache.request(prompt(1, 8), priority=priority, salt=salt), "priority")
+
+
+@pytest.mark.parametrize("kind", [list, tuple, deque, array.array, np.asarray])
+def test_tokens_may_be_any_sequence(cache: hicache.EmbeddedCache, kind: Any) -> None:
+    numbers = prompt(1, 9)
+    tokens = array.array("I", numbers) if kind is array.array else kind(numbers)
+    FakeEngine(cache).run(numbers)
+    with cache.request(tokens) as request:
+        assert request.tokens == 9
+        assert (request.match, cache.match(tokens)) == (hicache.Match(2), hicache.Match(2))
 
 
 def test_priorities_are_integers_of_any_kind(cache: hicache.EmbeddedCache) -> None:
