@@ -15,13 +15,14 @@ __all__ = ["StorageUrl", "redacted"]
 T = TypeVar("T")
 
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
-_SECRET = re.compile(r"://(?!/)[^?]*@")
+_SECRET = re.compile(r"^([^:/]*):(?://)?(?!/).*@", re.DOTALL)
+_SECRET_PARAMETER = re.compile(r"([?&]\w*(?:password|passwd|secret)=)[^&]*", re.IGNORECASE)
 _BOOLEANS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 
 
 def redacted(url: str) -> str:
     """A URL for messages: without user and password, and not longer than a line bears."""
-    return _SECRET.sub("://***@", url)[:200]
+    return _SECRET_PARAMETER.sub(r"\1***", _SECRET.sub(r"\1://***@", url))[:200]
 
 
 class StorageUrl:
@@ -59,12 +60,14 @@ class StorageUrl:
             port = parts.port
             pairs = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
         except ValueError as error:
-            raise ConfigError(
-                f"storage URL {shown!r} cannot be read ({error}): write scheme://path?name=value"
-            ) from None
+            # What cannot be read may be a piece of a password, which nobody shall see.
+            what = f" ({error}): write scheme://path?name=value"
+            if "@" in text:
+                what = ": check host and port, and write / ? # [ ] in a password as %2F %3F %23 %5B %5D"
+            raise ConfigError(f"storage URL {shown!r} cannot be read{what}") from None
         if _SCHEME.fullmatch(parts.scheme) is not None and "://" not in text:
             raise ConfigError(
-                f"storage URL {shown!r} lacks '//' behind {parts.scheme}: write file:///path or memory://"
+                f"storage URL {shown!r} lacks '//' behind {parts.scheme}: write {parts.scheme}://..., as in file:///path"
             )
         if _SCHEME.fullmatch(parts.scheme) is None:
             raise ConfigError(f"storage URL {shown!r} has no scheme: write file:///path?capacity=20GiB or memory://")

@@ -37,7 +37,7 @@ from .settings import RedisSettings
 from .sweep import Sweeper
 from .topology import Topology
 from .transfers import OK, Reads, Writes, ask, command, fetch, store
-from .trouble import Trouble
+from .trouble import Trouble, told
 
 __all__ = ["RedisBackend"]
 
@@ -304,7 +304,7 @@ class RedisBackend(StorageBackend):
         with self._lock:
             self._reasons.update(str(word) for word in words)
         if keys and len(words) == len(keys):
-            raise StorageUnavailable(f"{self.settings.shown} cannot be asked: {words[0]}")
+            raise StorageUnavailable(f"{self.settings.shown} cannot be asked: {told(str(words[0]))}")
         return [answer > 0 if isinstance(answer, int) else unknown for answer in answers]
 
     # --- all nodes ----------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from .channel import Deadline
 from .names import Names
 from .pool import NodePool
 from .topology import Topology
-from .trouble import Trouble, reason_of_error
+from .trouble import Trouble, reason_of_error, told
 
 __all__ = ["Labels", "scan"]
 
@@ -183,4 +183,4 @@ class Labels:
         return None
 
     def _unavailable(self, name: bytes, what: str, reason: str) -> StorageUnavailable:
-        return StorageUnavailable(f"{self._shown}: {name.decode()} cannot be {what}: {reason}")
+        return StorageUnavailable(f"{self._shown}: {name.decode()} cannot be {what}: {told(reason)}")

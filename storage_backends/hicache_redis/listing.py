@@ -20,7 +20,7 @@ from .pool import NodePool
 from .sweep import remove
 from .topology import Topology
 from .transfers import ask, command, judge_value
-from .trouble import Trouble, reason_of_error
+from .trouble import Trouble, reason_of_error, told
 
 __all__ = ["Lister", "raw_loop"]
 
@@ -51,7 +51,7 @@ class Lister:
                 for names in scan(pool, self._names.everything(), self._deadline):
                     yield from self._described(pool, names)
         except Trouble as trouble:
-            raise StorageUnavailable(f"{self._shown} cannot be listed: {trouble.reason}") from trouble
+            raise StorageUnavailable(f"{self._shown} cannot be listed: {told(trouble.reason)}") from trouble
 
     def check(self, key: ObjectKey) -> Verdict | None:
         """See `Listing.check_object`. Counts as a use for the server's recency."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ MAX_PREFIX: Final = 64
 _PORT: Final = 6379
 _SENTINEL_PORT: Final = 26379
 _PREFIX = re.compile(r"[!-~]+")
+_HOST = re.compile(r"[^\s/@]+")
 _SERVICE = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
@@ -179,6 +181,8 @@ def _addresses(url: StorageUrl, mode: Mode) -> tuple[Address, ...]:
         return ((socket, 0),)
     if not url.host:
         raise ConfigError("redis storage: no host: write redis://host:6379/0, or redis:///0?socket=/run/redis.sock")
+    if _HOST.fullmatch(url.host) is None:
+        raise ConfigError(f"redis storage: {url.host!r:.60} is no host: write redis://host:6379/0")
     default = _SENTINEL_PORT if mode is Mode.SENTINEL else _PORT
     first = (url.host, _port(url.port, default))
     if mode is Mode.SINGLE:
@@ -190,7 +194,7 @@ def _addresses(url: StorageUrl, mode: Mode) -> tuple[Address, ...]:
 
 def _port(port: int | None, default: int) -> int:
     if port == 0:
-        raise ConfigError("redis storage: port 0 cannot be connected to")
+        raise ConfigError(f"redis storage: port 0 cannot be connected to: write the server's, such as {default}")
     return default if port is None else port
 
 
@@ -198,7 +202,7 @@ def _host_port(text: str, default: int) -> Address:
     host, colon, port = text.strip().rpartition(":")
     if not colon:
         host, port = port, str(default)
-    if not host or not (port.isascii() and port.isdecimal() and 0 < int(port) < 65_536):
+    if _HOST.fullmatch(host) is None or not (port.isascii() and port.isdecimal() and 0 < int(port) < 65_536):
         raise ConfigError("write host:port,host:port")
     return host.strip("[]"), int(port)
 
@@ -253,7 +257,10 @@ def _ttl(text: str) -> int:
 
 
 def _seconds(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
     if not 0.001 <= value <= 3600:
         raise ConfigError("use seconds from 0.001 to 3600")
     return value

@@ -23,7 +23,7 @@ from typing import Final
 
 from redis import exceptions as errors
 
-__all__ = ["Trouble", "reason_of_error", "reason_of_reply"]
+__all__ = ["Trouble", "reason_of_error", "reason_of_reply", "told"]
 
 _WORDS: Final = {
     b"OOM": "oom",
@@ -76,6 +76,11 @@ class Trouble(Exception):  # noqa: N818  it is turned into results, never shown
         self.reason = reason
         self.healthy = healthy
         super().__init__(reason)
+
+
+def told(reason: str) -> str:
+    """The word for people, with what to look at first."""
+    return f"{reason} (is it running, and reachable?)" if reason in ("connection", "timeout") else reason
 
 
 def reason_of_reply(line: bytes) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import socketserver
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +14,7 @@ from urllib.parse import quote
 import pytest
 
 import hicache
+from hicache.cli import main
 from hicache.errors import ConfigError, InvalidInput, StorageUnavailable
 from hicache.storage.base import ObjectStatus, StorageBackend, StorageUrl
 from hicache.storage.fsck import check_storage
@@ -96,6 +99,33 @@ def test_wrong_passwords_databases_and_modes_are_one_line(server: Server, tmp_pa
 def test_a_node_of_a_cluster_is_no_single_server(binary: str, tmp_path: Path) -> None:
     with Server(binary, tmp_path / "node", {"cluster-enabled": "yes"}) as node:
         assert "is a node of a cluster: write redis+cluster://" in refused(f"redis://127.0.0.1:{node.port}/0")
+
+
+class _OldServer(socketserver.StreamRequestHandler):
+    """Answers as a Redis of long ago would."""
+
+    info = b"redis_version:5.0.14\r\nredis_mode:standalone\r\nrole:master\r\n"
+
+    def handle(self) -> None:
+        while (line := self.rfile.readline()).startswith(b"*"):
+            words = [self.rfile.read(int(self.rfile.readline()[1:]) + 2)[:-2] for _ in range(int(line[1:]))]
+            known = words[0].upper() == b"INFO"
+            self.wfile.write(b"$%d\r\n%b\r\n" % (len(self.info), self.info) if known else b"-ERR unknown command\r\n")
+
+
+def test_a_server_that_is_too_old(capsys: pytest.CaptureFixture[str]) -> None:
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), _OldServer) as old:
+        old.daemon_threads = True
+        thread = threading.Thread(target=old.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            url = f"redis://127.0.0.1:{old.server_address[1]}/0"
+            assert "is Redis 5.0.14: hicache needs 6.0 or newer" in refused(url)
+            assert main(["fsck", url]) == 2
+            assert capsys.readouterr().err.count("\n") == 1
+        finally:
+            old.shutdown()
+            thread.join()
 
 
 def test_a_user_who_may_too_little_is_told(server: Server) -> None:

@@ -91,6 +91,9 @@ def test_other_ways_to_servers(tmp_path: Path) -> None:
         ("redis+sentinel://host", "the primary's name"),
         ("redis+sentinel://host/a%20b/0", "the primary's name"),
         ("redis+other://host", "unknown scheme"),
+        ("redis://user@host name/0", "'host name' is no host"),
+        ("redis+cluster://host?nodes=a%20b:1", "host:port,host:port"),
+        ("redis://host?timeout=soon", "use seconds from 0.001 to 3600"),
     ],
 )
 def test_what_cannot_work_is_one_line(url: str, text: str) -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from hicache.errors import ConfigError
-from hicache.storage.url import StorageUrl
+from hicache.storage.url import StorageUrl, redacted
 
 
 def test_all_parts_are_decoded() -> None:
@@ -27,10 +27,22 @@ def test_what_is_no_storage_url_is_refused_in_one_line(text: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_a_password_is_never_shown() -> None:
+@pytest.mark.parametrize(
+    "text", ["redis://user:secret@host:port/", "redis://:secret?x@host/0", "redis://:secret#x@host/0",
+             "redis://:secret/x@host/0", "redis:user:secret@host", "redis://[::1:secret@host",
+             "redis://host:port/0?password=secret", "redis://host/0?x=1&sentinel_password=secret&x=1"],
+)  # fmt: skip
+def test_a_password_is_never_shown(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        StorageUrl.parse("redis://user:secret@host:port/")
+        StorageUrl.parse(text)
     assert "secret" not in str(caught.value)
+    assert "secret" not in redacted(text)
+
+
+def test_what_is_no_secret_is_shown() -> None:
+    for text in ("file:///a:b/c@d?capacity=1GiB", "redis://host:6379/0?password_file=/run/p", "memory://"):
+        assert redacted(text) == text
+    assert redacted("redis://u:p@host:1/0?prefix=x") == "redis://***@host:1/0?prefix=x"
 
 
 def test_unknown_parameters_are_named_with_the_known_ones() -> None:
