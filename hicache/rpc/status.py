@@ -8,6 +8,7 @@ service, whose text stays in the service's log.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import Final, NamedTuple
 
 import grpc
@@ -34,7 +35,7 @@ from hicache.errors import (
 )
 from hicache.rpc.v1 import error_pb2
 
-__all__ = ["DETAILS_KEY", "TABLE", "Row", "decode_error", "encode_error", "from_status", "row_of"]
+__all__ = ["DETAILS_KEY", "TABLE", "Row", "decode_error", "details_of", "encode_error", "from_status", "row_of"]
 
 DETAILS_KEY: Final = "hicache-error-bin"
 """Trailing metadata of a unary call that failed: the `Error`, serialised."""
@@ -131,6 +132,14 @@ def decode_error(message: error_pb2.Error) -> HicacheError:
     if message.advice:
         error.add_note(message.advice)
     return error
+
+
+def details_of(trailing: Iterable[tuple[str, str | bytes]] | None) -> bytes | None:
+    """The serialised `Error` in the trailing metadata of a call; None without one.
+
+    Metadata of grpc.aio are pairs by iteration in every version, but no mapping of which a dict could be made in older.
+    """
+    return next((value for key, value in trailing or () if key == DETAILS_KEY and isinstance(value, bytes)), None)
 
 
 def from_status(code: grpc.StatusCode, text: str, details: bytes | None = None) -> HicacheError:

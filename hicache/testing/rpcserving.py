@@ -16,7 +16,7 @@ from hicache.rpc.address import Address
 from hicache.rpc.convert.session import encode_attachment
 from hicache.rpc.server import Listener, RpcServer
 from hicache.rpc.service import Attachment, Caller, Peer
-from hicache.rpc.status import DETAILS_KEY, from_status
+from hicache.rpc.status import details_of, from_status
 from hicache.rpc.transport import CHANNEL_OPTIONS
 from hicache.rpc.v1 import session_pb2 as pb
 from hicache.rpc.v1 import session_pb2_grpc
@@ -126,6 +126,5 @@ async def failure(call: Awaitable[Any]) -> HicacheError:
     try:
         await call
     except aio.AioRpcError as error:
-        details = dict(error.trailing_metadata() or ()).get(DETAILS_KEY)
-        return from_status(error.code(), error.details() or "", details if isinstance(details, bytes) else None)
+        return from_status(error.code(), error.details() or "", details_of(error.trailing_metadata()))
     raise AssertionError("the call has not failed")

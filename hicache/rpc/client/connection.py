@@ -27,7 +27,7 @@ from hicache.rpc.client.protocol import Away, Reply, SessionProtocol
 from hicache.rpc.convert.admin import encode_target
 from hicache.rpc.convert.session import decode_attached, decode_welcome, encode_attachment
 from hicache.rpc.service import PROTOCOL, Attached, Attachment, Target, Welcome
-from hicache.rpc.status import DETAILS_KEY, decode_error, from_status
+from hicache.rpc.status import decode_error, details_of, from_status
 from hicache.rpc.transport import CHANNEL_OPTIONS
 from hicache.rpc.v1 import admin_pb2, admin_pb2_grpc, session_pb2_grpc
 from hicache.rpc.v1 import session_pb2 as pb
@@ -366,8 +366,7 @@ async def clear(dialer: Dialer, connection: Connection, target: Target, seconds:
         stub = admin_pb2_grpc.AdminServiceStub(channel)
         cleared = await stub.Clear(request, timeout=seconds + _FAREWELL, metadata=dialer.metadata(key))
     except aio.AioRpcError as error:
-        trailing = dict(error.trailing_metadata() or ())
-        raise _error(error.code(), error.details() or "", trailing) from None
+        raise from_status(error.code(), error.details() or "", details_of(error.trailing_metadata())) from None
     finally:
         await channel.close()
     return tuple(cleared.unconfirmed)
@@ -396,16 +395,11 @@ async def _hang_up(connection: Connection, stream: Any, tasks: list[asyncio.Task
 async def _status(stream: Any, error: HicacheError) -> HicacheError:
     try:
         code = await asyncio.wait_for(stream.code(), _FAREWELL)
-        trailing = dict(await stream.trailing_metadata() or ())
+        details = details_of(await stream.trailing_metadata())
         text = await stream.details()
     except (TimeoutError, aio.AioRpcError, aio.UsageError):
         return error
     if code is grpc.StatusCode.OK:
         return error
-    found = _error(code, text, trailing)
+    found = from_status(code, text, details)
     return ServiceUnavailable(str(found)) if isinstance(found, HicacheInternalError) else found
-
-
-def _error(code: grpc.StatusCode, text: str, trailing: dict[str, Any]) -> HicacheError:
-    details = trailing.get(DETAILS_KEY)
-    return from_status(code, text, details if isinstance(details, bytes) else None)
