@@ -127,10 +127,11 @@ def test_with_write_back_every_chain_in_storage_starts_at_its_root() -> None:
     head = prompt(100, 2 * P)
     prompts = [[*head, *prompt(seed, 30)] for seed in range(20)]
     _fill(storage, *prompts, write_policy="write_back", device=96, host=200)
+    stored = len(_keys(storage)) // 4  # shards a page
     with _open(storage, device=400, host=400) as cache:
         engine = FakeEngine(cache)
-        found = [engine.run(tokens).missed == {} for tokens in prompts]
-        assert found.count(True) == 20
+        # What the first life had no time to write was dropped; every page that it wrote can be reached from a root.
+        assert sum(engine.run(tokens, logits=False).storage for tokens in prompts) == stored > 0
 
 
 def test_write_back_writes_nothing_before_it_must() -> None:
