@@ -117,6 +117,13 @@ class ServiceProcess:
         """Open files."""
         return len(os.listdir(f"/proc/{self.process.pid}/fd"))
 
+    def shared_memory(self, name: str) -> int:
+        """Bytes of the memfds by a name that it holds."""
+        folder = f"/proc/{self.process.pid}/fd"
+        paths = [f"{folder}/{number}" for number in os.listdir(folder)]
+        found = [os.stat(path) for path in paths if os.readlink(path).startswith(f"/memfd:{name} ")]
+        return sum({each.st_ino: each.st_size for each in found}.values())
+
     def __enter__(self) -> ServiceProcess:
         return self
 
@@ -128,11 +135,32 @@ class ServiceProcess:
 
 
 class WorkerProcess:
-    """A client as a process of its own; a context manager that ends it."""
+    """A client as a process of its own; a context manager that ends it.
 
-    def __init__(self, address: str, *, seed: int, options: Sequence[str] = ()) -> None:
-        command = [sys.executable, "-m", "hicache.testing.sidecars", address, "--seed", str(seed), *options]
+    Args:
+        address: of the service.
+        seed: of its random choices.
+        options: more flags.
+        module: what it runs.
+        wait: whether to wait until it works; else call `started`.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        seed: int,
+        options: Sequence[str] = (),
+        module: str = "hicache.testing.sidecars",
+        wait: bool = True,
+    ) -> None:
+        command = [sys.executable, "-m", module, address, "--seed", str(seed), *options]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)  # noqa: S603  ours
+        if wait:
+            self.started()
+
+    def started(self) -> None:
+        """Wait until it works."""
         assert self.process.stdout is not None
         found, _, _ = select.select([self.process.stdout], [], [], START_SECONDS)
         if not found or self.process.stdout.readline() != "working\n":

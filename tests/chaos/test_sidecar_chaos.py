@@ -5,16 +5,13 @@ from __future__ import annotations
 import os
 import random
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hicache.rpc.address import Address
-from hicache.rpc.client.admin import AdminClient
-from hicache.rpc.client.options import Secrets
+from hicache.testing.admin import Admin, within
 from hicache.testing.sidecars import ServiceProcess, WorkerProcess
 
 pytestmark = [pytest.mark.chaos, pytest.mark.slow]
@@ -33,49 +30,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
     with tempfile.TemporaryDirectory(prefix="hc") as name:
         yield Path(name)
-
-
-class Admin:
-    """Looks at a service."""
-
-    def __init__(self, service: ServiceProcess) -> None:
-        self._client = AdminClient(Address.parse(service.address), Secrets())
-
-    def statistics(self) -> dict[str, Any]:
-        return self._client.statistics()
-
-    def host(self) -> dict[str, int]:
-        """Pages of HOST by state."""
-        (pool,) = self.statistics()["pools"]
-        found: dict[str, int] = pool["statistics"]["core"]["host"]
-        return found
-
-    def wait(self, seconds: float) -> None:
-        """Let the service live on for so long."""
-        until = self.statistics()["service"]["uptime_seconds"] + seconds
-        within(seconds + 10.0, lambda: self.statistics()["service"]["uptime_seconds"] >= until)
-
-    def at_rest(self) -> bool:
-        """Nothing is pinned, private, filling or in quarantine, and the states add up."""
-        found = self.host()
-        states = ("free", "private", "filling", "resident", "quarantined")
-        assert sum(found[state] for state in states) == found["capacity"]
-        leases = self.statistics()["service"]["leases"]
-        return not (found["private"] or found["filling"] or found["quarantined"] or found["pinned"] or leases["ended"])
-
-    def __enter__(self) -> Admin:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._client.close()
-
-
-def within(seconds: float, condition: Callable[[], bool]) -> float:
-    """Look until a condition holds; returns after how long it did."""
-    began = time.monotonic()
-    while not condition():
-        assert time.monotonic() - began < seconds, f"not within {seconds} seconds"
-    return time.monotonic() - began
 
 
 def seen(results: list[dict[str, Any]]) -> dict[str, int]:

@@ -91,7 +91,7 @@ class LeasedPages:
         return self.ended is None and not self.closed and not self.connection.ending.done()
 
     @property
-    def described_slots(self) -> Slots:
+    def numbers(self) -> Slots:
         """Slots of all its pages, as the service numbers them."""
         return self._slots
 

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import lru_cache
+from math import inf
 from typing import TYPE_CHECKING, Any, Final
 
 from hicache.clock import Clock
@@ -55,6 +56,12 @@ _NO_CACHE: Final = (
     HicacheInternalError,
 )
 """Trouble of the service, which an engine goes on without. What else is raised is the caller's to know."""
+
+_TOLD_ANYWAY: Final = frozenset({"commit", "extend", "release", "acknowledge"})
+"""What a service that is silent is told all the same, for when it goes on; nobody waits for its answer."""
+
+_COMPLAINT_SECONDS: Final = 10.0
+"""Between two warnings of one kind: an engine may be refused a thousand times a second."""
 
 _REMEMBERED: Final = 4096  # scopes of requests, and revoked leases that nobody had here
 
@@ -115,6 +122,7 @@ class ClientState:
         self._open: weakref.WeakSet[LeasedPages] = weakref.WeakSet()
         self._revoked: dict[tuple[int, int], None] = {}
         self._memories: dict[int, SharedPages] = {}
+        self._complained: dict[type[HicacheError], float] = {}
         self._drops = itertools.count(1)
         self._dropped = 0
         self.naming = lru_cache(_REMEMBERED)(self._naming)
@@ -175,10 +183,14 @@ class ClientState:
         if self.refusal is FORKED:
             return failed(Away(FORKED))
         wait = options.deadline if seconds is None else seconds
+        silent = connection.protocol.silent
+        if silent and message.WhichOneof("verb") not in _TOLD_ANYWAY:
+            return failed(Away("the service does not answer"))
         try:
-            return connection.call(message, seconds=wait, grace=options.grace, told=told, sink=sink, late=late)
+            asked = connection.call(message, seconds=wait, grace=options.grace, told=told, sink=sink, late=late)
         except LimitExceeded as error:
             return failed(error)
+        return failed(Away("the service does not answer")) if silent else asked
 
     async def reply_to(self, future: Future[Reply], pages: LeasedPages | None = None) -> Reply | None:
         """Wait for a reply. None where the engine goes on without; then the lease that it was for is lost.
@@ -195,11 +207,18 @@ class ClientState:
                 self.counters.add("unanswered")
             elif not isinstance(error, LeaseExpired):
                 self.counters.add("refused")
-                _log.warning("going on without the cache: %s", error)
+                self._complain(error)
             if pages is not None:
                 pages.lose(str(error))
             return None
         return reply
+
+    def _complain(self, error: HicacheError) -> None:
+        now, kind = self.now(), type(error)
+        again = self._complained.get(kind, -inf) + _COMPLAINT_SECONDS > now
+        if not again:
+            self._complained[kind] = now
+        _log.log(logging.DEBUG if again else logging.WARNING, "going on without the cache: %s", error)
 
     def acknowledge(self, connection: Connection, leases: tuple[int, ...]) -> None:
         """Tell the service that these leases' slots are not touched any more. Does not wait."""
@@ -299,9 +318,7 @@ class ClientState:
         if not self.given_up:
             return
         with self._lock:
-            holders = [
-                pages for pages in self._open if pages.connection.epoch == epoch and number in pages.described_slots
-            ]
+            holders = [pages for pages in self._open if pages.connection.epoch == epoch and number in pages.numbers]
         if any(pages in self.given_up for pages in holders) and not any(pages.live for pages in holders):
             raise LeaseExpired(f"slot {number}: {holders[0].ended}; close the request, and make another one")
 
