@@ -359,7 +359,7 @@ class Life:
 
         device = leading(Tier.DEVICE)
         host = max(device, leading(Tier.HOST))
-        stored = leading(Tier.STORAGE) if self.parts.storage is not None and self.parts.storage.attached else 0
+        stored = leading(Tier.STORAGE) if self.core.registry.stores else 0
         return Match(device, host - device, max(host, stored) - host)
 
     def replay_events(self) -> None:
