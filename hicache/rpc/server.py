@@ -10,6 +10,7 @@ import asyncio
 import os
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, NoReturn, TypeAlias
@@ -18,13 +19,13 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 from grpc import aio
 
-from hicache.errors import ConfigError, InvalidInput, LimitExceeded
+from hicache.errors import ConfigError, HicacheError, InvalidInput, LimitExceeded
 from hicache.rpc.address import Address
 from hicache.rpc.administration import CALLS, Streamed, Unary
 from hicache.rpc.latency import LatencyMeter, VerbStatistics
 from hicache.rpc.service import Authenticate, Peer, Service
 from hicache.rpc.status import DETAILS_KEY, encode_error, row_of
-from hicache.rpc.stream import SessionStream
+from hicache.rpc.stream import HELLO_SECONDS, SessionStream
 from hicache.rpc.surroundings import Health, add_reflection
 from hicache.rpc.transport import SERVER_OPTIONS, TRANSPORT_BYTES
 from hicache.rpc.verbs import closing
@@ -38,6 +39,9 @@ _LIFELINE_KEY: Final = "hicache-lifeline-bin"
 _BEARER: Final = "bearer "
 _OPENING: Final = 256
 """Streams that may be open at once without a session."""
+
+_REFUSING: Final = 16
+"""Streams of callers without a right to be here whose first message is waited for."""
 
 _OVER: Final = 2**20
 """Bytes above the limit on messages up to which one is refused in words; what is longer gRPC itself ends."""
@@ -111,6 +115,7 @@ class RpcServer:
         self._health = Health((SESSION_SERVICE, ADMIN_SERVICE))
         self._servers: list[aio.Server] = []
         self._streams: dict[asyncio.Task[Any], SessionStream] = {}
+        self._refusing = 0
         self.addresses: tuple[Address, ...] = ()
 
     async def start(self) -> None:
@@ -175,7 +180,7 @@ class RpcServer:
             task = asyncio.current_task()
             assert task is not None
             try:
-                peer = self._admit(listener, context)
+                peer = await self._admit(listener, messages, context)
                 stream = self._streams[task] = SessionStream(
                     self._service,
                     lambda key: self._authenticate(replace(peer, lifeline_key=key)),
@@ -190,15 +195,31 @@ class RpcServer:
 
         return handle
 
-    def _admit(self, listener: Listener, context: Context) -> Peer:
-        """The peer of a new stream, before anything of it is read."""
+    async def _admit(self, listener: Listener, messages: AsyncIterator[bytes], context: Context) -> Peer:
+        """The peer of a new stream. Nothing of it is looked at before this is known."""
         opening = sum(not stream.begun for stream in self._streams.values())
         if opening >= _OPENING:
             raise LimitExceeded(f"{opening} streams wait for their hello, and that is the limit: try again later")
         peer = _peer(listener, context)
         if not listener.address.is_unix:  # a local caller may be known only by the lifeline that its hello names
-            self._authenticate(peer)
+            try:
+                self._authenticate(peer)
+            except HicacheError:
+                await self._first_message(messages)
+                raise
         return peer
+
+    async def _first_message(self, messages: AsyncIterator[bytes]) -> None:
+        """Let a client finish its first write: grpc.aio loses the reason of a call that ends while it writes."""
+        if self._refusing >= _REFUSING:
+            return
+        self._refusing += 1
+        try:
+            with suppress(TimeoutError, StopAsyncIteration):
+                async with asyncio.timeout(HELLO_SECONDS):
+                    await anext(messages)
+        finally:
+            self._refusing -= 1
 
     def _handler(self, listener: Listener, name: str, call: Unary | Streamed) -> grpc.RpcMethodHandler[Any, Any]:
         loop_time = asyncio.get_running_loop().time

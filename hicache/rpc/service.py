@@ -228,7 +228,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Revoked:
-    """A notice: these leases have ended, and this client may be touching their slots; see `Revoked` in session.proto."""
+    """A notice: these leases have ended, and this client may be touching their slots (see session.proto)."""
 
     leases: tuple[int, ...]
     reason: str

@@ -195,7 +195,8 @@ def test_what_the_transport_knows_of_a_caller_is_told() -> None:
             await failure(admin.Ping(admin_pb2.PingRequest(), metadata=(("authorization", "Basic s3cret"),)))
             await failure(anext(aiter(admin.WatchEvents(admin_pb2.WatchEventsRequest()))))
             stream = session_pb2_grpc.SessionServiceStub(channel).Open(metadata=metadata[:1])
-            assert type(await failure(stream.read())) is Unauthenticated, "before a hello, over TCP"
+            await stream.write(pb.OpenRequest(requests=[pb.Request(id=1)]))
+            assert type(await failure(stream.read())) is Unauthenticated, "over TCP before anything is looked at"
         assert [peer.token for peer in peers] == ["s3cret", None, None, "s3cret"]
         assert [peer.lifeline_key for peer in peers] == [b"k" * 16, b"", b"", b""]
         assert "s3cret" not in repr(peers)
