@@ -146,6 +146,7 @@ class HostedCache(LeasingCache):
         self._on_change: Callable[[], None] = _nothing
         self._ringer = self._pump = LoopRinger()
         parts.reducer.use_pump(self._ringer.ring)
+        parts.publisher.tap = self._hear  # what happens before `start`, such as an inheritance, is told by it
         if parts.storage is not None:
             parts.storage.begun = self._ringer.watch
         self._report = None
@@ -165,8 +166,9 @@ class HostedCache(LeasingCache):
                 come from the beginning on, if `events=True`.
         """
         self._told = publish
-        if publish is not None:
-            self.parts.publisher.tap = self._hear
+        if publish is None:
+            self.parts.publisher.tap = None
+            self._news = []
         self._ringer.wake = wake
         wake()
 

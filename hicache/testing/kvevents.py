@@ -32,6 +32,7 @@ class EventMirror:
         next_number: number of the next event; 0 before the first batch.
         lost: how many events were lost, as told; `snapshots`: how often everything was told.
         events: what was applied, snapshots not counted.
+        told: what the last snapshot said.
     """
 
     def __init__(self) -> None:
@@ -39,6 +40,7 @@ class EventMirror:
         self.next_number = 0
         self.lost = self.snapshots = 0
         self.events: list[Event] = []
+        self.told: list[Event] = []
         self._in_snapshot = self._wrong = False
 
     @property
@@ -55,7 +57,9 @@ class EventMirror:
         if batch.snapshot:
             if not self._in_snapshot:
                 self.pages.clear()
+                self.told.clear()
                 self.snapshots += 1
+            self.told += batch.events
             self._in_snapshot = not batch.snapshot_end
             self.next_number = batch.sequence
             self._wrong = False

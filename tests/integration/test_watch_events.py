@@ -29,6 +29,7 @@ from hicache.sidecar.session import SidecarSession
 from hicache.testing.engine import small_namespace
 from hicache.testing.kvevents import BlockMirror, EventMirror, places
 from hicache.testing.serving import ServedApp
+from hicache.testing.sidecars import ServiceProcess
 
 NAMESPACE = small_namespace(hash="sha256")
 PAGE = NAMESPACE.page_size
@@ -73,10 +74,10 @@ def store(cache: hicache.ConnectedCache, tokens: list[int], **scope: Any) -> Non
 class Watching:
     """A client of the stream, which reads until something holds."""
 
-    def __init__(self, served: ServedApp) -> None:
+    def __init__(self, address: str, number: int = 0) -> None:
         self.mirror = EventMirror()
-        self._client = AdminClient(Address.parse(served.address), Secrets(), timeout=PATIENCE)
-        self._batches = self._client.watch_events()
+        self._client = AdminClient(Address.parse(address), Secrets(), timeout=PATIENCE)
+        self._batches = self._client.watch_events(number)
 
     def until(self, met: Callable[[EventMirror], bool]) -> EventMirror:
         while not met(self.mirror):
@@ -90,7 +91,7 @@ class Watching:
 
 @pytest.fixture
 def watching(served: ServedApp) -> Iterator[Watching]:
-    made = Watching(served)
+    made = Watching(served.address)
     yield made
     made.close()
 
@@ -200,6 +201,28 @@ def test_residency_told_is_residency(served: ServedApp, watching: Watching) -> N
         number = served.do(lambda: served.app.service.events.statistics().next_number)
         watching.until(lambda mirror, number=number: mirror.next_number >= number)  # type: ignore[misc]
     assert len(watching.mirror.pages) > 100
+
+
+def test_a_watcher_that_outlives_the_service_finds_what_the_next_one_took_over(tmp_path: Path) -> None:
+    """It is told that its number is of another life, and gets all that the next one has, tokens included."""
+    tokens = prompt(1, 4)
+    with ServiceProcess(tmp_path, host="1MiB") as first:
+        with hicache.connect(first.address, NAMESPACE) as cache:
+            store(cache, tokens)
+        watching = Watching(first.address)
+        number = watching.until(lambda mirror: len(mirror.pages) == 4).next_number
+        known = watching.mirror.pages
+        watching.close()
+        with ServiceProcess(tmp_path, host="1MiB", takeover=True) as second:
+            first.ended()
+            watching = Watching(second.address, number)
+            mirror = watching.until(lambda mirror: mirror.pages == known)
+            assert (mirror.lost, mirror.snapshots) == (1, 1)
+            assert mirror.next_number > number
+            told = [event for event in (*mirror.told, *mirror.events) if isinstance(event, Stored)]
+            assert b"".join(event.tokens for event in told) == np.array(tokens, "<u4").tobytes()
+            watching.close()
+            second.stop()
 
 
 def test_a_router_and_a_snapshot_over_http(tmp_path: Path) -> None:
