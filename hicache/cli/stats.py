@@ -83,6 +83,7 @@ def tables(document: Mapping[str, Any]) -> Iterator[Table]:
         ],
         texts=2,
     )
+    yield from _more(service)
     if not pools:
         return
     yield Table(
@@ -123,6 +124,28 @@ def tables(document: Mapping[str, Any]) -> Iterator[Table]:
             ],
             texts=2,
         )
+
+
+def _more(service: Mapping[str, Any]) -> Iterator[Table]:
+    verbs = [verb for verb in service["verbs"] if verb["answered"]]
+    if verbs:
+        yield Table("requests", ("verb", "answered", "failed", "mean µs"), [_verb(verb) for verb in verbs])
+    if service["quotas"]:
+        rows = [
+            (
+                row["tenant"] or "-",
+                row["tier"],
+                format_size(row["bytes"]),
+                _of(row["quota"]).removeprefix(" of ") or "-",
+            )
+            for row in service["quotas"]
+        ]
+        yield Table("tenants", ("tenant", "tier", "holds", "may hold"), rows, texts=2)
+
+
+def _verb(verb: Mapping[str, Any]) -> tuple[str, ...]:
+    mean = 1e6 * verb["seconds"] / verb["answered"]
+    return (verb["verb"], f"{verb['answered']:,}", f"{verb['failed']:,}", f"{mean:,.0f}")
 
 
 def _pool(pool: Mapping[str, Any]) -> tuple[str, ...]:

@@ -153,6 +153,14 @@ def _tenants(column: str) -> Callable[[Document], Values]:
     return values
 
 
+def _verbs(field: str) -> Callable[[Document], Values]:
+    def values(document: Document) -> Values:
+        for verb in _at(document, "service.verbs") or ():
+            yield (verb["verb"],), verb.get(field)
+
+    return values
+
+
 def _degraded(document: Document) -> Values:
     yield (), len(_at(document, "service.degraded") or ())
 
@@ -204,6 +212,12 @@ FAMILIES: Final[tuple[Family, ...]] = (
     _counter("pins_given_up", "Soft pins that made room for requests", _service("pins.given_up")),
     _gauge("tenant_bytes", "Bytes that a tenant holds", _tenants("bytes"), "tenant", "tier"),
     _gauge("tenant_quota_bytes", "Bytes that a tenant may hold", _tenants("quota"), "tenant", "tier"),
+    _counter(
+        "verb_failures",
+        "Requests that were answered by an error; hicache_verb_seconds has all of them",
+        _verbs("failed"),
+        "verb",
+    ),
     # ---- pools
     _gauge("pool_bytes", "Shared memory of a pool", _pool("bytes"), *_POOL),
     _gauge("pool_sessions", "Sessions attached to a pool", _pool("sessions"), *_POOL),

@@ -26,6 +26,7 @@ SERVICE = {
     "groups": 1,
     "leases": {"open": 4, "ended": 1, "quarantined_slots": 9, "opened": 50, "expired": 2, "revoked": 0},
     "pins": {"pins": 1, "slots": 6, "given_up": 0, "expired": 0},
+    "verbs": [{"verb": "match", "answered": 9, "failed": 2, "seconds": 0.5, "buckets": []}],
     "degraded": ["storage: reads breaker open: refused"],
     "quotas": [
         {"tenant": "acme", "tier": "host", "bytes": 5, "quota": 10},
@@ -108,6 +109,7 @@ def test_values_are_those_of_the_statistics(document: dict[str, Any]) -> None:
     assert of("hicache_moved_bytes_total")["host_to_storage",] > 0
     assert found["hicache_degraded"] == [({}, 1.0)]
     assert found["hicache_leases"] == [({"state": "open"}, 4.0), ({"state": "ended"}, 1.0)]
+    assert found["hicache_verb_failures_total"] == [({"verb": "match"}, 2.0)]
     assert found["hicache_tenant_quota_bytes"] == [({"tenant": "acme", "tier": "host"}, 10.0)]
     assert "process_resident_memory_bytes" in found
 
