@@ -344,6 +344,7 @@ def test_a_service_that_falls_silent_costs_one_deadline_and_then_nothing_until_i
 ) -> None:
     tokens = prompt(1, 10)
     store(cache, tokens)
+    opened = [cache.request(prompt(2, 10), deadline=60.0) for _ in range(20)]
     release = threading.Event()
     loop = served._loop
     assert loop is not None
@@ -354,6 +355,10 @@ def test_a_service_that_falls_silent_costs_one_deadline_and_then_nothing_until_i
     for _ in range(100):
         with cache.request(tokens, deadline=5.0) as request:
             assert request.bypassed
+    for request in opened:
+        assert not len(request.load())
+        assert not len(request.allocate())
+        request.close()
     assert time.monotonic() - began < 1.0
     assert not cache.connected
     assert cache.statistics().why_away == "the service does not answer"
@@ -458,8 +463,9 @@ def test_a_prompt_that_fits_no_message_is_not_cached_and_the_limit_is_said(
     with Served(lambda: FakeService(limits, page_bytes=SIZE)) as served, connected(served) as cache:
         with cache.request(prompt(1, 4 * 200)) as request:
             assert request.bypassed
-        assert "4,096 bytes a message" in caplog.text
-        assert cache.statistics().refused == 1
+            assert cache.request(prompt(1, 4 * 200)).close().missed == {hicache.MissReason.BYPASSED: 199}
+        assert caplog.text.count("4,096 bytes a message") == 1  # not for every request
+        assert cache.statistics().refused == 2
         store(cache, prompt(1, 4 * 20))
 
 
@@ -585,6 +591,23 @@ def test_many_threads_share_one_connection(cache: hicache.ConnectedCache) -> Non
         thread.join(PATIENCE)
     assert not failures
     assert cache.statistics().requests == 241
+
+
+def test_a_process_that_ends_without_closing_ends_at_once_and_in_order(served: Served) -> None:
+    program = f"""
+import hicache
+from hicache.testing.engine import prompt, small_namespace
+cache = hicache.connect({served.address!r}, small_namespace(hash="sha256"), insecure=True)
+request = cache.request(prompt(1, 8))
+request.allocate()
+"""
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", program], timeout=60, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    assert "Traceback" not in done.stderr
+    until(lambda: len(served.service.ended) == 1, "the end of the session")
+    assert len(served.service.free) == 64
+    assert time.monotonic() - began < PATIENCE
 
 
 def test_a_forked_child_is_told_to_connect_itself_and_the_parent_goes_on(served: Served) -> None:

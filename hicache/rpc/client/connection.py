@@ -42,6 +42,9 @@ ATTACHMENT: Final = 1
 T = TypeVar("T")
 
 _log = logging.getLogger("hicache.client")
+_CORE: Final = "Internal error from Core"
+"""What grpc.aio says of a write into a stream that the other side has just ended, instead of why it has."""
+
 _FAREWELL: Final = 1.0  # seconds that the service gets to answer a goodbye
 
 
@@ -254,7 +257,7 @@ class Dialer:
         try:
             await self._introduce(connection)
         except Away as error:  # the stream has ended, and its status says why
-            raise await _status(stream, error) from None
+            raise await _status(stream, error) or await self._asked_otherwise(channel, error) from None
         lifeline = connection.lifeline
         if lifeline is not None:
             if self.maps:
@@ -263,6 +266,16 @@ class Dialer:
             loop = asyncio.get_running_loop()
             loop.add_reader(number, self._lifeline_ended, connection, number)
             stack.callback(loop.remove_reader, number)
+
+    async def _asked_otherwise(self, channel: aio.Channel, error: HicacheError) -> HicacheError:
+        """Why this client is refused, by a call that has nothing to write when it is."""
+        try:
+            stub = admin_pb2_grpc.AdminServiceStub(channel)
+            await stub.Ping(admin_pb2.PingRequest(), timeout=_FAREWELL, metadata=self.metadata())
+        except aio.AioRpcError as refused:
+            details = details_of(refused.trailing_metadata())
+            return from_status(refused.code(), refused.details() or "", details)
+        return error
 
     def metadata(self, key: bytes = b"") -> tuple[tuple[str, str | bytes], ...]:
         """What goes with a call: who calls.
@@ -392,14 +405,17 @@ async def _hang_up(connection: Connection, stream: Any, tasks: list[asyncio.Task
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _status(stream: Any, error: HicacheError) -> HicacheError:
+async def _status(stream: Any, error: HicacheError) -> HicacheError | None:
+    """Why a stream has ended, as the other side says it; None where gRPC has lost its word."""
     try:
-        code = await asyncio.wait_for(stream.code(), _FAREWELL)
-        details = details_of(await stream.trailing_metadata())
-        text = await stream.details()
+        async with asyncio.timeout(_FAREWELL):
+            code, text = await stream.code(), await stream.details()
+            details = details_of(await stream.trailing_metadata())
     except (TimeoutError, aio.AioRpcError, aio.UsageError):
         return error
     if code is grpc.StatusCode.OK:
         return error
     found = from_status(code, text, details)
-    return ServiceUnavailable(str(found)) if isinstance(found, HicacheInternalError) else found
+    if not isinstance(found, HicacheInternalError):
+        return found
+    return None if text == _CORE else ServiceUnavailable(str(found))
