@@ -6,6 +6,8 @@ quotient of two of them, so its denominator is always there, and nothing is ever
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -70,7 +72,7 @@ def histograms(service: Iterable[_ServiceVerb], storage: Mapping[str, _Timed] | 
 
 
 class Metrics:
-    """Renders the page `/metrics`. Used on one thread.
+    """Renders the page `/metrics`. Used on the loop's thread, but for `render`.
 
     Args:
         document: gives the statistics, as `statistics_json` has them for a caller who may see everything.
@@ -87,6 +89,8 @@ class Metrics:
             raise ConfigError("metrics.address needs prometheus-client: pip install 'hicache[server]'") from None
         self._document = document
         self._latencies = latencies
+        self._lock = threading.Lock()
+        self._seen: tuple[Document, tuple[Histogram, ...]] = ({}, ())
         self._registry = CollectorRegistry()
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
@@ -102,7 +106,7 @@ class Metrics:
         """One snapshot, as Prometheus' families."""
         from prometheus_client.core import HistogramMetricFamily
 
-        document = self._document()
+        document, latencies = self._seen
         for family in FAMILIES:
             metric = _family(family)
             for labels, value in family.values(document):
@@ -110,17 +114,26 @@ class Metrics:
                     metric.add_metric([str(label) for label in labels], value)
             yield metric
         timed = HistogramMetricFamily(LATENCY, LATENCY_HELP, labels=["verb", "tier"])
-        for seen in self._latencies():
+        for seen in latencies:
             bounds = [str(bound) for bound in seen.bounds] + ["+Inf"]
             cumulative = list(zip(bounds, map(float, accumulate(seen.buckets)), strict=True))
             timed.add_metric([seen.verb, seen.tier], cumulative, seen.seconds)
         yield timed
 
-    def page(self) -> Page:
-        """The page, in Prometheus' text format."""
+    async def page(self) -> Page:
+        """The page, in Prometheus' text format.
+
+        Only the snapshot is taken on the loop: the text of many pools takes milliseconds, for which no request waits.
+        """
+        return await asyncio.to_thread(self.render, self._document(), tuple(self._latencies()))
+
+    def render(self, document: Document, latencies: tuple[Histogram, ...]) -> Page:
+        """The page of one snapshot. Thread-safe."""
         from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-        return Page(generate_latest(self._registry), CONTENT_TYPE_LATEST)
+        with self._lock:
+            self._seen = (document, latencies)
+            return Page(generate_latest(self._registry), CONTENT_TYPE_LATEST)
 
 
 def _family(family: Family) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -76,7 +77,7 @@ def document() -> dict[str, Any]:
 
 def samples(metrics: Metrics) -> dict[str, list[tuple[dict[str, str], float]]]:
     found: dict[str, list[tuple[dict[str, str], float]]] = {}
-    for family in text_string_to_metric_families(metrics.page().body.decode()):
+    for family in text_string_to_metric_families(asyncio.run(metrics.page()).body.decode()):
         for sample in family.samples:
             found.setdefault(sample.name, []).append((sample.labels, sample.value))
     return found
@@ -125,7 +126,7 @@ def test_the_store_of_all_pools_is_told_once(document: dict[str, Any]) -> None:
 def test_before_anything_happened() -> None:
     """Without pools and sessions, and where values are not known, there is no NaN and no error."""
     empty: dict[str, Any] = {"service": {"uptime_seconds": float("nan"), "sessions": None}, "pools": []}
-    text = Metrics(lambda: empty).page().body.decode()
+    text = asyncio.run(Metrics(lambda: empty).page()).body.decode()
     ours = [line for line in text.splitlines() if line.startswith("hicache_")]
     assert ours == ["hicache_degraded 0.0"]
     assert "# HELP hicache_tokens_asked_total" in text
