@@ -78,6 +78,23 @@ def store(cache: hicache.ConnectedCache, tokens: list[int]) -> np.ndarray[Any, A
     return pages
 
 
+def test_a_tensor_needs_no_copy_of_a_page_either(served: ServedApp) -> None:
+    torch = pytest.importorskip("torch")
+    with hicache.connect(served.address, NAMESPACE) as cache:
+        tokens = prompt(1, 8)
+        with cache.request(tokens, logits=False) as request:
+            slots = request.allocate()
+            torch.from_numpy(request.page(0)).fill_(7)
+            torch.from_numpy(cache.host.page(slots[1])).view(torch.float16).fill_(1.5)
+            request.commit()
+        with cache.request(tokens, logits=False) as request:
+            request.load()
+            tensors = torch.zeros((2, SIZE // 2), dtype=torch.float16)
+            assert request.read_into(tensors.view(torch.uint8).numpy()) == 2
+        assert tensors[1].eq(1.5).all()
+        assert tensors[0].view(torch.uint8).eq(7).all()
+
+
 # ---- groups
 
 
