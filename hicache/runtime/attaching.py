@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from hicache.clock import Clock
 from hicache.core.transfers import TransferKind
 from hicache.errors import ConfigError, StorageError
+from hicache.memory.base import HostPool
 from hicache.records import Tier
 from hicache.runtime.arguments import storage_of
 from hicache.runtime.options import Options
@@ -53,14 +54,14 @@ def open_backend(storage: str | StorageBackend, options: Options, clock: Clock) 
     return configured(storage, retry=options.retry, breaker=options.breaker, now=clock.now)
 
 
-def warn_if_small(backend: StorageBackend, host_bytes: int) -> None:
+def warn_if_small(backend: StorageBackend, host: HostPool) -> None:
     """Say so when storage holds less than the host tier.
 
     By estimate what one namespace works with is at least what the host tier holds; less in storage is gone from there
-    before it is gone from the host tier, and never of use.
+    before it is gone from the host tier, and never of use. Storage without room for two pages takes none, and says so.
     """
-    capacity = backend.statistics().capacity
-    if capacity is not None and capacity < host_bytes:
+    capacity, host_bytes = backend.statistics().capacity, host.slots * host.page_bytes
+    if capacity is not None and 2 * host.page_bytes <= capacity < host_bytes:
         _log.warning(
             "storage holds %s, which is less than the host tier's %s and so than one namespace's working set: "
             "hardly anything will be found there; raise its capacity (maxmemory, for Redis)",

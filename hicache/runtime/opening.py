@@ -85,7 +85,7 @@ def open_cache(
             port = StoragePort(backend, owned=isinstance(storage, str), now=clock.now)
             undo.callback(port.close)
             if backend is not None and pools.host is not None:
-                warn_if_small(backend, pools.host.slots * pools.host.page_bytes)
+                warn_if_small(backend, pools.host)
         parts = wire(namespace, settings, pools=pools, port=port, clock=clock, undo=undo)
         cache = EmbeddedCache(parts)
         undo.pop_all()

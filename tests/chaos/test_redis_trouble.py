@@ -170,6 +170,20 @@ def test_half_an_object_is_a_miss(server: Server, open_at: Open) -> None:
     assert holds(backend, one)
 
 
+@pytest.mark.case("SEC-1")
+def test_a_pickle_under_our_name_is_never_run(server: Server, open_at: Open, tmp_path: Path) -> None:
+    marker = tmp_path / "it ran"
+    bomb = b"cposix\nsystem\n(S'touch \"" + str(marker).encode() + b"\"'\ntR."
+    backend = open_at(server.port)
+    (stored,) = make_chain(1, SIZE)
+    for value in (bomb, stored.header + bomb, stored.header + bomb + bytes(SIZE - len(bomb))):
+        server.call("SET", name_of(stored), value)
+        assert read(backend, stored.key, SIZE)[0].status in (MISSING, CORRUPT)
+        assert status_of(backend.put([stored])) == [OK]
+        assert holds(backend, stored)
+    assert not marker.exists()
+
+
 @pytest.mark.case("REDIS-6")
 def test_a_connection_that_was_interrupted_is_not_used_again(proxy: Proxy, open_at: Open, clock: ManualClock) -> None:
     backend = open_at(proxy.port, timeout=0.2, connections=1)
