@@ -84,7 +84,8 @@ redis-oldest: $(STAMP)
 	$(OLDEST)/bin/python -m pip install --quiet --upgrade "pip>=25.1"
 	$(OLDEST)/bin/python -m pip install --quiet --constraint constraints.txt --group test --editable . "redis==5.0.1"
 	$(OLDEST)/bin/python -m pytest -q tests/unit/hicache_redis tests/conformance/test_redis_backend.py \
-		tests/integration/test_redis_servers.py tests/chaos/test_redis_trouble.py tests/chaos/test_redis_failover.py
+		tests/integration/test_redis_servers.py tests/chaos/test_redis_trouble.py tests/chaos/test_redis_failover.py \
+		tests/chaos/test_redis_deadlines.py tests/chaos/test_redis_chaos.py
 
 cases: $(STAMP)
 	@$(BIN)/python tests/cases.py
