@@ -116,8 +116,7 @@ class EmbeddedCache(LeasingCache):
             self.prepare(prompt)
             with reducer.lock:
                 self.check_open()  # again: from here on closing would find the lease
-                if not reducer.idle:
-                    reducer.settle()
+                self._catch_up()
                 assert scope.tree is not None
                 lease = self._core.lease(scope.tree, prompt, limit=limit, priority=priority)
                 self._leases[lease] = count
@@ -151,8 +150,17 @@ class EmbeddedCache(LeasingCache):
             return Match()
         prompt = Prompt(prompt_bytes, self._width, scope.hasher)
         with self._reducer.lock:
-            self._reducer.settle()
+            self._catch_up()
             return Match() if scope.tree is None else self._core.match(scope.tree, prompt, limit)
+
+    def _catch_up(self) -> None:
+        """What has happened by now is seen by the request that begins. The lock is held."""
+        executor, reducer = self.parts.executor, self._reducer
+        if executor.writing:
+            executor.catch_up()
+            reducer.settle()
+        elif not reducer.idle:
+            reducer.settle()
 
     # ---- for requests
 

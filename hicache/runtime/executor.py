@@ -10,6 +10,7 @@ from functools import partial
 from hicache.core.residency import Slots
 from hicache.core.transfers import Transfer, TransferKind
 from hicache.memory.base import CopyEngine
+from hicache.memory.watcher import look
 from hicache.memory.writer import WriterEvent
 from hicache.records import PageResult
 from hicache.runtime.planner import Planner
@@ -52,6 +53,7 @@ class Executor:
         self._page_bytes = page_bytes
         self._copy_bound = copy_bound
         self._copying: dict[int, int] = {}  # pages of each write-back under way
+        self._writing: dict[int, WriterEvent] = {}  # what each engine's write waits for
         self.running: dict[int, Transfer] = {}
         self.shed: Counter[str] = Counter()
         self.planner: Planner | None = None
@@ -75,11 +77,25 @@ class Executor:
     def written(self, transfer: Transfer, event: WriterEvent) -> None:
         """Complete a WRITE once the writer's event has passed."""
         self.running[transfer.id] = self._reducer.transfers[transfer.id] = transfer
+        self._writing[transfer.id] = event
+        passed = partial(self._reducer.post, self._event_passed, transfer.id)
         try:
-            self._engine.when_ready(event, partial(self._event_passed, transfer.id, transfer.count))
+            self._engine.when_ready(event, passed)
         except Exception:
             _log.exception("%r could not be waited for", transfer)
-            self.done(transfer.id, [PageResult.FAILED] * transfer.count)
+            passed(False)
+
+    @property
+    def writing(self) -> bool:
+        """Whether engines' writes are waited for."""
+        return bool(self._writing)
+
+    def catch_up(self) -> None:
+        """Complete what engines have written by now: nobody need wait for the thread that watches their events."""
+        for number, event in list(self._writing.items()):
+            passed = look(event)
+            if passed is not None:
+                self._event_passed(number, passed)
 
     def done(self, number: int, results: Sequence[PageResult]) -> None:
         """A transfer's I/O has ended. Any thread; takes no lock."""
@@ -122,8 +138,10 @@ class Executor:
         copying[transfer.id] = transfer.count
         return ""
 
-    def _event_passed(self, number: int, count: int, passed: bool) -> None:
-        self.done(number, [PageResult.OK if passed else PageResult.FAILED] * count)
+    def _event_passed(self, number: int, passed: bool) -> None:
+        if self._writing.pop(number, None) is not None:  # else it was seen before
+            result = PageResult.OK if passed else PageResult.FAILED
+            self._finish(number, [result] * self.running[number].count)
 
     def _finish(self, number: int, results: Sequence[PageResult]) -> None:
         transfer = self.running.pop(number)

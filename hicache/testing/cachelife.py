@@ -282,7 +282,8 @@ class Life:
 
     def at_rest(self) -> bool:
         """Whether nothing waits to be applied, so that the model is up to date."""
-        return self.parts.reducer.idle and not self.core.events
+        passed = any(event.passed for event, _ in self.pool.copies.events)  # type: ignore[attr-defined]
+        return self.parts.reducer.idle and not self.core.events and not passed
 
     # ---- engines
 

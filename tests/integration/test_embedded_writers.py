@@ -38,3 +38,35 @@ def test_slots_of_a_closed_request_wait_for_its_writer(adapter: hicache.Adapter 
         event.set()
         _settled(cache, 8 if adapter else 6)  # two pages were published
         cache.check()
+
+
+class Unnoticed:
+    """An event whose thread-side call-back never comes."""
+
+    def __init__(self) -> None:
+        self.passed = False
+
+    def query(self) -> bool:
+        return self.passed
+
+    def wait(self, timeout: float | None) -> bool:
+        return self.passed
+
+    def on_passed(self, callback: object) -> None:
+        pass
+
+
+def test_a_request_sees_what_was_written_before_it_began() -> None:
+    """Nobody waits for the thread that watches events, which may not have had its turn yet."""
+    with hicache.open(small_namespace(), device=8) as cache:
+        tokens, event = prompt(1, 13), Unnoticed()
+        with cache.request(tokens) as request:
+            request.allocate()
+            request.commit(8, ready=event)
+            request.commit(12, ready=hicache.READY)
+        assert cache.match(tokens).device == 0
+        event.passed = True
+        with cache.request(tokens) as request:
+            assert (request.match.device, len(request.load())) == (3, 3)
+        assert cache.match(tokens).device == 3
+        cache.check()

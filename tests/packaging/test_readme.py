@@ -11,7 +11,6 @@ import pytest
 _EXAMPLE = re.compile(r"^```python\n(.*?)^```$\n+^```\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.alone
 def test_examples_print_what_they_say(
     repository: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
