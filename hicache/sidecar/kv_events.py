@@ -162,7 +162,7 @@ class KvPublisher:
         self._lock = threading.Lock()
         self._queue: deque[_Item] = deque()
         self._queued = 0
-        self._closing = self._closed = False
+        self._closing = self._closed = self._ended = False
         self._counts = dict.fromkeys(KvPublisherStatistics.__slots__, 0)
         self._kept: deque[tuple[int, bytes]] = deque()
         self._kept_bytes = 0
@@ -216,6 +216,8 @@ class KvPublisher:
 
     def _put(self, item: _Item) -> None:
         """Give the thread something to do. Above the bound all that waits is dropped, and everything told anew."""
+        if self._ended:
+            return
         with self._lock:
             self._queued += item.pages
             if self._queued > self._most_queued and not isinstance(item, _Reset):
@@ -261,7 +263,7 @@ class KvPublisher:
                 loop.call_soon_threadsafe(arrive, document)
 
         with self._log.lock:
-            if not self._closing:
+            if not (self._closing or self._ended):
                 self._put(_Snapshot(self._log.view(), deliver))
             else:
                 arrive(_over())
@@ -300,10 +302,10 @@ class KvPublisher:
         finally:
             self._sockets.close()
             with self._log.lock:
-                self._closing = True
-            for item in self._queue:
-                if isinstance(item, _Snapshot):
-                    item.deliver(_over())
+                self._ended = True
+                while (item := self._take()) is not None:
+                    if isinstance(item, _Snapshot):
+                        item.deliver(_over())
 
     def _step(self) -> None:
         """Publish all that waits, then wait for more, or for somebody who wants a replay."""

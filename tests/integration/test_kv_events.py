@@ -359,6 +359,27 @@ def test_a_failure_inside_is_survived(context: zmq.Context[Any], caplog: pytest.
         assert "something could not be told" in caplog.text
 
 
+def test_sockets_that_fail_end_the_publisher_and_nothing_else(
+    context: zmq.Context[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    with publishing(context) as it:
+        it.hear()
+
+        def broken(woken: object) -> bool:
+            raise RuntimeError("no sockets any more")
+
+        it.publisher._sockets.wait = broken  # type: ignore[method-assign]
+        it.tell(Prompt(1, 2).stored())
+        it.publisher._thread.join(PATIENCE_MS / 1000)
+        assert "the publisher has ended" in caplog.text
+        it.tell(Prompt(2, 2).stored())
+        assert not it.publisher._queue
+        with pytest.raises(ServiceUnavailable):
+            asyncio.run(it.publisher.snapshot())
+        it.publisher.close()
+    assert not it.log._listeners
+
+
 def test_a_consumer_that_does_not_read_holds_up_nobody(context: zmq.Context[Any]) -> None:
     """Above the high water mark it loses messages, which it can see, and a replay has them."""
     with publishing(context, high_water=4) as it:
