@@ -6,10 +6,10 @@ import asyncio
 import logging
 import os
 import signal
-import socket
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from typing import Any
 
 from hicache.config import Config, Quota
 from hicache.core.identity import normal_model_name
@@ -31,7 +31,7 @@ from hicache.sidecar.metrics import Histogram, Metrics, histograms
 from hicache.sidecar.quotas import Quotas, agreed_quotas
 from hicache.sidecar.service import SidecarService
 from hicache.sidecar.sockets import claim
-from hicache.sidecar.takeover import TakeoverServer, send, wait_for_estate
+from hicache.sidecar.takeover import Inheritance, TakeoverServer, inherit_at
 from hicache.sidecar.tenants import Authenticator, TokenFile
 from hicache.sidecar.usage import stored_by_tenant
 from hicache.storage.registry import open_storage
@@ -60,9 +60,11 @@ class Ended:
 
     Attributes:
         dropped: what did not end in order, by name; empty when nothing was lost.
+        kept: what was to be another service's, which has not taken it; its descriptors are the caller's to close.
     """
 
     dropped: dict[str, int]
+    kept: Estate | None = None
 
 
 class App:
@@ -70,6 +72,7 @@ class App:
 
     Args:
         config: checked settings.
+        inherits: what it takes over, whoever has left it; None: nothing, or what is found.
 
     Attributes:
         service: once it is started.
@@ -77,10 +80,12 @@ class App:
         http: the address of /metrics, /healthz and /readyz; None without one.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, inherits: Estate | None = None) -> None:
         self._config = config
+        self._inherits = inherits
         self._listening = addresses(config)
         self._stop = asyncio.Event()
+        self._told = False  # to end, whoever takes over
         self._undo = AsyncExitStack()
         self._tokens = TokenFile(config.tokens.file) if config.tokens.file else None
         self._rpc: RpcServer | None = None
@@ -114,7 +119,7 @@ class App:
         check_memory(int(config.host.bytes), "the host memory of this service")
         certificates = read_certificates(config.tls)
         quotas = Quotas(self._limits())
-        estate = await self._estate(takeover)
+        inheritance = await self._inheritance(takeover)
         for address in self._listening:
             if address.is_unix:
                 undo.callback(claim(address.path).release)
@@ -130,7 +135,7 @@ class App:
             if address.is_unix:
                 await lifelines.listen(address.lifeline, mode=config.listen.socket_mode)
                 if self._takeover is None:
-                    self._takeover = TakeoverServer(self.stop)
+                    self._takeover = TakeoverServer(self._stop.set)
                     self._takeover.listen(address.path)
                     undo.callback(self._takeover.close)
         authenticate = Authenticator(config, self._tokens, uid_of=lifelines.uid_of)
@@ -144,9 +149,10 @@ class App:
         self._counting = asyncio.create_task(self._count_stored(quotas))
         undo.push_async_callback(_cancelled, self._counting)
         await self._start_http()
-        if estate is not None:
-            pages = await take_over(service.pools, estate, storage=name)
-            _log.info("%d pages taken over from a service of version %s", pages, estate.server)
+        if inheritance.estate is not None:
+            pages = await take_over(service.pools, inheritance.estate, storage=name)
+            _log.info("%d pages taken over from a service of version %s", pages, inheritance.estate.server)
+        inheritance.taken()
         service.ready = True
         _log.info(
             "ready on %s with %s of host memory and %s",
@@ -163,17 +169,16 @@ class App:
             for tenant, size in (await asyncio.to_thread(stored_by_tenant, self._storage, limited)).items():
                 quotas.adopt(tenant, Tier.STORAGE, size)
 
-    async def _estate(self, takeover: bool) -> Estate | None:
+    async def _inheritance(self, takeover: bool) -> Inheritance:
         sockets = [address.path for address in self._listening if address.is_unix]
         if takeover and not sockets:
             raise ConfigError("--takeover goes over a Unix socket, and there is none among listen.addresses")
-        estate = await asyncio.to_thread(_inherited)
-        if estate is None and takeover:
+        found = Inheritance(self._inherits or await asyncio.to_thread(_inherited))
+        if found.estate is None and takeover:
             patience = 2 * self._config.drain.seconds + _PATIENCE
-            estate = await asyncio.to_thread(wait_for_estate, sockets[0], seconds=patience)
-        if estate is not None:
-            self._undo.callback(estate.close)
-        return estate
+            found = await asyncio.to_thread(inherit_at, sockets[0], seconds=patience)
+        self._undo.callback(found.close)
+        return found
 
     async def _open_storage(self) -> MeteredBackend | None:
         url = storage_url(self._config)
@@ -253,6 +258,7 @@ class App:
 
     def stop(self) -> None:
         """Begin to end: SIGTERM."""
+        self._told = True
         self._stop.set()
 
     def reload(self) -> None:
@@ -286,18 +292,30 @@ class App:
         end = asyncio.get_running_loop().time() + seconds
         assert self._rpc is not None
         self._rpc.set_ready(False)
-        leases = await self.service.drain(seconds)
+        leases = await self._drain(seconds)
         await self._rpc.stop(_LINGER)
         await self._let_go()
-        heir = None if self._takeover is None else self._takeover.heir
-        stores = notify.keeps_descriptors()
+        heir = self._takeover if self._takeover is not None and self._takeover.asked else None
         left = max(_LINGER, end - asyncio.get_running_loop().time())
-        ending = await self.service.close(left, leave=heir is not None or stores)
+        ending = await self.service.close(left, leave=heir is not None or notify.keeps_descriptors())
         await self._undo.aclose()
-        if ending.estate is not None:
-            await asyncio.to_thread(_leave, ending.estate, heir)
         dropped = {"leases": leases, "pages": ending.dropped_pages}
-        return Ended({what: count for what, count in dropped.items() if count})
+        kept = None if ending.estate is None else await asyncio.to_thread(_leave, ending.estate, heir)
+        if kept is not None and self._told:
+            kept.close()
+            kept = None
+        return Ended({what: count for what, count in dropped.items() if count}, kept)
+
+    async def _drain(self, seconds: float) -> int:
+        """Let clients finish; returns the leases that are left. No longer than somebody waits to take over."""
+        if self._takeover is None:
+            return await self.service.drain(seconds)
+        draining = asyncio.create_task(self.service.drain(seconds))
+        withdrawn = asyncio.create_task(self._takeover.withdrawn.wait())
+        await asyncio.wait((draining, withdrawn), return_when=asyncio.FIRST_COMPLETED)
+        await _cancelled(withdrawn)
+        await _cancelled(draining)
+        return len(self.service.leases)
 
     async def _let_go(self) -> None:
         """Give clients a moment to say that they touch nothing any more: what they may touch is left to nobody."""
@@ -307,22 +325,23 @@ class App:
             await self.service.changed(end)
 
 
-async def _cancelled(task: asyncio.Task[None]) -> None:
+async def _cancelled(task: asyncio.Task[Any]) -> None:
     task.cancel()
     await asyncio.wait([task])
 
 
-def _leave(estate: Estate, heir: socket.socket | None) -> None:
+def _leave(estate: Estate, heir: TakeoverServer | None) -> Estate | None:
+    """Give it away; returns it if the service that has asked for it does not take it."""
+    if heir is not None and not heir.give(estate, seconds=_PATIENCE):
+        return estate
     try:
-        if heir is not None:
-            with heir:
-                send(heir, estate)
-        else:
+        if heir is None:
             document = estate.document()
             try:
                 notify.store(STORE_NAME, [document, *estate.descriptors])
             finally:
                 os.close(document)
+        return None
     finally:
         estate.close()
 
@@ -355,14 +374,20 @@ async def serve(config: Config, *, takeover: bool = False, started: Callable[[Ap
     Raises:
         ConfigError, StorageError: it cannot start; nothing of it is left.
     """
-    app = App(config)
     loop = asyncio.get_running_loop()
-    await app.start(takeover=takeover)
-    for number, call in ((signal.SIGTERM, app.stop), (signal.SIGINT, app.stop), (signal.SIGHUP, app.reload)):
-        loop.add_signal_handler(number, call)
-    if started is not None:
-        started(app)
-    await app.wait()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.remove_signal_handler(number)  # a second one ends the process at once
-    return await app.close()
+    kept: Estate | None = None
+    while True:
+        app = App(config, kept)
+        await app.start(takeover=takeover and kept is None)
+        for number, call in ((signal.SIGTERM, app.stop), (signal.SIGINT, app.stop), (signal.SIGHUP, app.reload)):
+            loop.add_signal_handler(number, call)
+        if started is not None:
+            started(app)
+        await app.wait()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)  # a second one ends the process at once
+        ended = await app.close()
+        if ended.kept is None:
+            return ended
+        _log.warning("the service that was to take over has not: this one goes on")
+        kept = ended.kept
