@@ -205,7 +205,7 @@ class ClientState:
                 self.counters.add("answered_away")
             elif isinstance(error, NoAnswer):
                 self.counters.add("unanswered")
-            elif not isinstance(error, LeaseExpired):
+            elif not isinstance(error, LeaseExpired) and (pages is None or not isinstance(error, NotFound)):
                 self.counters.add("refused")
                 self._complain(error)
             if pages is not None:
