@@ -457,23 +457,3 @@ def test_doctor_before_a_service(tmp_path: Path, capsys: pytest.CaptureFixture[s
     code, document = called(capsys, "doctor", "--host", "1PiB", *settings)
     assert code == 1
     assert [finding["check"] for finding in document["findings"] if not finding["good"]] == ["memory"]
-
-
-def test_bench_of_a_service(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every verb beside an empty message, pages from one process to another beside a copy, and nothing left behind."""
-    running = start(tmp_path, "--listen", f"{tmp_path}/h.sock")
-    try:
-        bench = ("bench", "sidecar", running.address, "--calls", "10", "--rounds", "2", "--bytes", "1MiB")
-        code, document = called(capsys, *bench, "--tokens", "200")
-        assert code == 0, document
-        verbs = {latency["verb"]: latency for latency in document["latencies"]}
-        assert list(verbs) == ["echo", "match", "lease", "load", "release", "reserve", "commit"]
-        assert all(0 < latency["p50"] <= latency["p99"] for latency in verbs.values())
-        assert [(rate["what"], rate["wrong"]) for rate in document["rates"]] == [("store", 0), ("load", 0)]
-        assert all(rate["gigabytes_per_second"] > 0 and rate["ratio"] > 0 for rate in document["rates"])
-        assert document["batch"] == 2**20
-        _, statistics = called(capsys, "stats", running.address)
-        assert statistics["pools"][0]["statistics"]["core"]["host"]["resident"] == 0
-        assert called(capsys, *bench, "--rounds", "100")[0] == 2
-    finally:
-        assert running.end()[0] == 0

@@ -22,6 +22,8 @@ from hicache.core.identity import Namespace
 from hicache.core.layout import KVGeometry
 from hicache.errors import ConfigError, HicacheError, ServiceUnavailable
 from hicache.memory.writer import READY
+from hicache.rpc.address import Address
+from hicache.rpc.client.admin import AdminClient
 from hicache.rpc.client.cache import ConnectedCache, connect
 from hicache.rpc.client.options import Secrets
 from hicache.rpc.v1 import session_pb2 as pb
@@ -132,6 +134,8 @@ def run_trial(address: str, secrets: Secrets, options: TrialOptions) -> TrialRes
         ServiceUnavailable: it is away, or goes away meanwhile.
         ConfigError: what a client cannot work with.
     """
+    with AdminClient(Address.parse(address), secrets) as admin:
+        admin.ping()  # a client would try for a while, and know less of why
     salt = random_secrets.token_hex(16)
     with _connected(address, secrets) as cache:
         pages = min(options.batch // cache.host.page_bytes, cache.host.slots // (options.rounds + 1))
@@ -226,7 +230,11 @@ def _elsewhere(job: dict[str, Any]) -> Rate:
 
 def worker() -> None:
     """One process of the trial: a job on stdin, its figures on stdout."""
-    job = json.loads(sys.stdin.read())
+    sys.stdout.write(json.dumps(asdict(work(json.loads(sys.stdin.read())))) + "\n")
+
+
+def work(job: dict[str, Any]) -> Rate:
+    """Store or load, beside a plain copy."""
     secrets = Secrets(**job["secrets"])
     move = {"store": _store, "load": _load}[job["what"]]
     with _connected(job["address"], secrets) as cache:
@@ -246,7 +254,7 @@ def worker() -> None:
                 differ = (here != expected).reshape(job["pages"], -1).any(axis=1)
                 wrong += int(differ.sum())
     rate, plain = (size / float(np.median(seen)) / 1e9 for seen in (took, reference))
-    sys.stdout.write(json.dumps(asdict(Rate(job["what"], rate, plain, wrong))) + "\n")
+    return Rate(job["what"], rate, plain, wrong)
 
 
 def _touch(cache: ConnectedCache, job: dict[str, Any], pages: Any) -> None:
