@@ -304,6 +304,22 @@ def test_reflection_tells_what_is_served() -> None:
     run(main())
 
 
+def test_without_the_packages_of_health_and_reflection_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are generated code of their own, that may be missing or refuse an older runtime."""
+
+    def missing(name: str) -> None:
+        raise RuntimeError(f"{name} was made for a newer runtime")
+
+    monkeypatch.setattr("hicache.rpc.surroundings.import_module", missing)
+
+    async def main() -> None:
+        async with serving(FakeService()) as server, client(server) as one:
+            server.set_ready(False)
+            assert (await one.ask(pb.Request(id=30, echo=pb.Echo()))).HasField("echoed")
+
+    run(main())
+
+
 @pytest.mark.alone
 def test_a_match_of_8k_tokens_costs_little_more_than_an_echo() -> None:
     """125 page hashes through the same client: the median is within half of an empty message's."""
