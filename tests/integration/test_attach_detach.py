@@ -11,52 +11,21 @@ import pytest
 
 import hicache
 from hicache.records import MissReason
-from hicache.storage.base import StorageBackend
 from hicache.storage.memory import MemoryBackend
 from hicache.testing.clock import ManualClock
+from hicache.testing.embedded import at_rest, empty, open_small
 from hicache.testing.engine import FakeEngine, prompt, small_namespace, small_pool
 from hicache.testing.faults import FaultyStorage, delay
 from hicache.testing.gates import Gate
 from hicache.testing.memory import FaultyDevicePool
+from hicache.testing.waits import eventually
 
 pytestmark = pytest.mark.case("THR-5")
 
 
-def _open(storage: StorageBackend | str | None, **options: Any) -> hicache.EmbeddedCache:
-    defaults: dict[str, Any] = {"device": 64, "host": 64, "prefetch": "wait_complete", "retry": None, "canary": False}
-    return hicache.open(small_namespace(), storage=storage, **(defaults | options))
-
-
-def _until(met: Callable[[], bool]) -> None:
-    pause = threading.Event()
-    for _ in range(3000):
-        if met():
-            return
-        pause.wait(0.01)
-    raise AssertionError("it did not happen within 30 seconds")
-
-
-def _drop(cache: hicache.EmbeddedCache) -> None:
-    """Empty both owned tiers."""
-    with cache.parts.reducer.lock:
-        for tier in (0, 1):
-            cache.parts.core.evict(tier, 10_000)
-        cache.parts.reducer.settle()
-
-
-def _at_rest(cache: hicache.EmbeddedCache) -> None:
-    _until(lambda: cache.statistics().core.transfers == 0)
-    cache.check()
-    statistics = cache.statistics()
-    assert statistics.internal_errors == 0
-    for tier in (statistics.core.device, statistics.core.host):
-        assert tier.free + tier.resident == tier.capacity
-        assert tier.pinned == 0
-
-
 def test_without_its_storage_a_cache_goes_on_with_what_is_above() -> None:
     storage = FaultyStorage(MemoryBackend())
-    with _open(storage) as cache:
+    with open_small(storage) as cache:
         engine = FakeEngine(cache)
         for seed in range(3):
             engine.run(prompt(seed, 41))
@@ -66,8 +35,8 @@ def test_without_its_storage_a_cache_goes_on_with_what_is_above() -> None:
         assert cache.statistics().storage is None
         calls = len(storage.calls)
         assert engine.run(prompt(0, 41)).device == 10
-        _until(lambda: not cache.parts.reducer.forgetting)
-        _drop(cache)
+        eventually(lambda: not cache.parts.reducer.forgetting)
+        empty(cache)
         assert cache.match(prompt(0, 41)) == hicache.Match()
         counts = engine.run(prompt(0, 41))
         assert counts.missed == {MissReason.EVICTED: 10}
@@ -75,7 +44,7 @@ def test_without_its_storage_a_cache_goes_on_with_what_is_above() -> None:
         engine.run(prompt(7, 41), tenant="new")
         assert cache.flush()
         assert len(storage.calls) == calls
-        _at_rest(cache)
+        at_rest(cache)
         with pytest.raises(hicache.ConfigError, match="no storage is attached"):
             cache.detach_storage()
     assert cache.close().complete
@@ -83,7 +52,7 @@ def test_without_its_storage_a_cache_goes_on_with_what_is_above() -> None:
 
 def test_the_same_storage_comes_back_and_what_it_has_is_found_again() -> None:
     storage = MemoryBackend()
-    with _open(storage) as cache:
+    with open_small(storage) as cache:
         engine = FakeEngine(cache)
         engine.run(prompt(1, 41))
         assert cache.flush()
@@ -97,15 +66,15 @@ def test_the_same_storage_comes_back_and_what_it_has_is_found_again() -> None:
         assert cache.statistics().degraded == ()
         assert cache.flush()  # what was computed meanwhile is written, too
         assert storage.statistics().objects == 80
-        _drop(cache)
+        empty(cache)
         assert engine.run(prompt(1, 41)).storage == 10
         assert engine.run(prompt(2, 41)).storage == 10
-        _at_rest(cache)
+        at_rest(cache)
 
 
 def test_another_storage_gets_what_is_above_and_nothing_is_expected_of_it() -> None:
     first, second = MemoryBackend(), MemoryBackend()
-    with _open(first, events=True) as cache:
+    with open_small(first, events=True) as cache:
         engine = FakeEngine(cache)
         for seed in range(3):
             engine.run(prompt(seed, 41))
@@ -120,36 +89,36 @@ def test_another_storage_gets_what_is_above_and_nothing_is_expected_of_it() -> N
         assert sum(sum(counts.missed.values()) for counts in asked) == 10
         assert cache.flush()
         assert second.statistics().objects == 120
-        _at_rest(cache)
+        at_rest(cache)
 
 
 def test_a_cache_may_be_opened_without_storage_and_get_one_later(tmp_path: Any) -> None:
-    with _open(None, attachable=True) as cache:
+    with open_small(None, attachable=True) as cache:
         engine = FakeEngine(cache)
         engine.run(prompt(1, 41))
         assert cache.statistics().degraded == ()
         cache.attach_storage(f"file://{tmp_path}/store?capacity=1GiB")
         assert cache.flush()
-        _drop(cache)
+        empty(cache)
         assert engine.run(prompt(1, 41)).storage == 10
         cache.detach_storage()
-        _at_rest(cache)
-    with _open(f"file://{tmp_path}/store") as cache:
+        at_rest(cache)
+    with open_small(f"file://{tmp_path}/store") as cache:
         assert FakeEngine(cache).run(prompt(1, 41)).storage == 10
-    with _open(None) as cache, pytest.raises(hicache.ConfigError, match="attachable=True"):
+    with open_small(None) as cache, pytest.raises(hicache.ConfigError, match="attachable=True"):
         cache.attach_storage(MemoryBackend())
     with pytest.raises(hicache.ConfigError, match="host is 0"):
-        _open(None, attachable=True, host=0)
+        open_small(None, attachable=True, host=0)
 
 
 def _busy(read: bool) -> tuple[hicache.EmbeddedCache, FaultyStorage, Gate, Callable[[], None]]:
     """A cache with a read or a write inside storage, and how to end what waits for it."""
     inner = MemoryBackend()
-    with _open(inner) as cache:
+    with open_small(inner) as cache:
         FakeEngine(cache).run(prompt(1, 41))
         assert cache.flush()
     storage, gate = FaultyStorage(inner), Gate()
-    cache = _open(storage, clock=ManualClock(), fetch_bytes=2 * small_namespace().geometry.page_bytes(4))
+    cache = open_small(storage, clock=ManualClock(), fetch_bytes=2 * small_namespace().geometry.page_bytes(4))
     storage.always("get_into" if read else "put", delay(gate))
     if read:
         request = cache.request(prompt(1, 41))
@@ -186,9 +155,9 @@ def test_with_work_under_way_it_is_refused_at_the_deadline_and_stays_attached(re
         gate.open()
         end()
         assert cache.flush()
-        _drop(cache)
+        empty(cache)
         assert FakeEngine(cache).run(prompt(1, 41)).storage == 10  # nothing was lost
-        _at_rest(cache)
+        at_rest(cache)
 
 
 @pytest.mark.parametrize("read", [True, False])
@@ -205,7 +174,7 @@ def test_it_waits_for_what_is_under_way_within_its_deadline(read: bool) -> None:
         thread.join(60)
         assert reports == [hicache.DetachReport()]
         end()
-        _at_rest(cache)
+        at_rest(cache)
         assert storage.inner.statistics().objects == (40 if read else 80)
 
 
@@ -226,13 +195,13 @@ def test_by_force_everything_is_settled_and_another_storage_can_be_attached(read
         engine.run(prompt(3, 41))
         assert engine.run(prompt(3, 41)).device == 10
         gate.open()
-        _until(lambda: cache.statistics().core.transfers == 0)
+        eventually(lambda: cache.statistics().core.transfers == 0)
         assert cache.flush()
-        _at_rest(cache)
-        _drop(cache)
+        at_rest(cache)
+        empty(cache)
         assert engine.run(prompt(1, 41)).storage == 0  # what the old one answered at last counts for nothing
         assert engine.run(prompt(3, 41)).storage == 10
-        _at_rest(cache)
+        at_rest(cache)
 
 
 def test_by_force_with_a_deadline_what_comes_back_in_time_leaves_nothing_behind() -> None:
@@ -250,13 +219,13 @@ def test_by_force_with_a_deadline_what_comes_back_in_time_leaves_nothing_behind(
         assert (report.stuck_pages, report.stuck_calls) == (0, 0)
         assert report.failed_pages > 0
         end()
-        _at_rest(cache)
+        at_rest(cache)
 
 
 def test_copies_on_their_way_down_still_reach_the_storage_or_it_is_refused() -> None:
     namespace, storage, clock, gate = small_namespace(), MemoryBackend(), ManualClock(), Gate()
     pool = FaultyDevicePool(small_pool(namespace, 64), gate=gate)
-    with _open(storage, device=pool, clock=clock) as cache:
+    with open_small(storage, device=pool, clock=clock) as cache:
         FakeEngine(cache).run(prompt(1, 41))
         assert not cache.statistics().idle
         with pytest.raises(hicache.StorageError, match="on their way down"):
@@ -266,10 +235,10 @@ def test_copies_on_their_way_down_still_reach_the_storage_or_it_is_refused() -> 
         clock.until_waiting()
         gate.open()
         thread.join(60)
-        _until(lambda: cache.statistics().idle)
+        eventually(lambda: cache.statistics().idle)
         assert cache.statistics().degraded == ("storage: detached",)
         assert storage.statistics().objects == 40
-        _at_rest(cache)
+        at_rest(cache)
 
 
 def test_a_request_that_waits_for_storage_goes_on_without_it() -> None:
@@ -291,14 +260,14 @@ def test_a_request_that_waits_for_storage_goes_on_without_it() -> None:
         thread.join(60)  # it does not wait for a storage that is not there
         assert loaded == [0]
         gate.open()
-        _at_rest(cache)
+        at_rest(cache)
 
 
 def test_generations_are_agreed_on_when_a_storage_is_attached() -> None:
     ahead, behind = MemoryBackend(), MemoryBackend()
     digest = small_namespace().derive().digest
     ahead.clear(digest, 7)
-    with _open(None, attachable=True) as cache:
+    with open_small(None, attachable=True) as cache:
         engine = FakeEngine(cache)
         engine.run(prompt(1, 41))
         cache.attach_storage(ahead)
@@ -309,13 +278,13 @@ def test_generations_are_agreed_on_when_a_storage_is_attached() -> None:
         cache.attach_storage(behind)
         assert behind.generation(digest) == 7
         assert engine.run(prompt(1, 41)).device == 10
-        _at_rest(cache)
+        at_rest(cache)
 
 
 def test_under_load_it_may_come_and_go_all_the_time() -> None:
     stores = [MemoryBackend(), MemoryBackend()]
     heads = [prompt(seed, 24) for seed in range(4)]
-    with _open(stores[0], device=160, host=120, fetch_bytes=512, generation_seconds=0.01) as cache:
+    with open_small(stores[0], device=160, host=120, fetch_bytes=512, generation_seconds=0.01) as cache:
         errors: list[BaseException] = []
         over = threading.Event()
 
@@ -335,7 +304,7 @@ def test_under_load_it_may_come_and_go_all_the_time() -> None:
         try:
             for i in range(20):
                 requests = cache.statistics().requests
-                _until(lambda requests=requests: cache.statistics().requests > requests + 10)  # type: ignore[misc]
+                eventually(lambda requests=requests: cache.statistics().requests > requests + 10)  # type: ignore[misc]
                 cache.detach_storage(deadline=30.0, force=i % 2 == 0)
                 cache.attach_storage(stores[(i + 1) % 2])
                 cache.check()
@@ -344,9 +313,9 @@ def test_under_load_it_may_come_and_go_all_the_time() -> None:
             for thread in threads:
                 thread.join(60)
         assert errors == []
-        _at_rest(cache)
+        at_rest(cache)
     for store in stores:
-        with _open(store, device=400, host=400) as cache:
+        with open_small(store, device=400, host=400) as cache:
             engine = FakeEngine(cache)
             for number in range(3):
                 for i in range(7):

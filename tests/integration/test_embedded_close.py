@@ -18,17 +18,9 @@ from hicache.testing.engine import FakeEngine, prompt, small_namespace, small_po
 from hicache.testing.faults import FaultyStorage, delay, fail
 from hicache.testing.gates import Gate
 from hicache.testing.memory import FaultyDevicePool
+from hicache.testing.waits import eventually
 
 PAGE = small_namespace().geometry.page_bytes(4)
-
-
-def _wait(met: Callable[[], bool]) -> None:
-    pause = threading.Event()
-    for _ in range(3000):
-        if met():
-            return
-        pause.wait(0.01)
-    raise AssertionError("it did not happen within 30 seconds")
 
 
 def _open(**options: Any) -> hicache.EmbeddedCache:
@@ -49,8 +41,8 @@ def test_writes_that_storage_cannot_take_are_shed_and_counted() -> None:
         for seed in range(30):
             engine.run(prompt(seed, 41))
             assert engine.run(prompt(seed, 41)).device == 10  # the foreground does not notice
-        _wait(lambda: cache.statistics().shed_by_reason.get("queue_full", 0) > 0)
-        _wait(lambda: cache.statistics().core.host.resident == 300)
+        eventually(lambda: cache.statistics().shed_by_reason.get("queue_full", 0) > 0)
+        eventually(lambda: cache.statistics().core.host.resident == 300)
         statistics = cache.statistics()
         assert statistics.writes is not None
         assert statistics.writes.bytes <= 20 * PAGE
@@ -69,7 +61,7 @@ def test_a_write_above_the_bound_goes_when_it_is_alone() -> None:
     bound = hicache.Bound(bytes=1, requests=1)
     with _open(storage=MemoryBackend(), write_bound=bound) as cache:
         FakeEngine(cache).run(prompt(1, 41))
-        _wait(lambda: cache.statistics().core.transfers == 0)
+        eventually(lambda: cache.statistics().core.transfers == 0)
         assert cache.statistics().bytes_to_storage == 10 * PAGE
 
 
@@ -110,7 +102,7 @@ def test_a_prefetch_that_finds_the_queue_full_is_refused_and_counted() -> None:
         assert len(first.load()) > 0
         for request in (first, *others):
             request.close()
-        _wait(lambda: cache.statistics().core.transfers == 0)
+        eventually(lambda: cache.statistics().core.transfers == 0)
         cache.check()
 
 
@@ -125,7 +117,7 @@ def test_a_page_is_dropped_from_device_only_when_host_has_it_or_it_is_gone_altog
             for seed in range(2, 12):
                 tokens = prompt(seed, 17)
                 engine.run(tokens)
-                _wait(lambda: cache.statistics().core.transfers == 0)
+                eventually(lambda: cache.statistics().core.transfers == 0)
                 cache.check()
                 matched = cache.match(tokens)
                 with cache.request(tokens) as request:

@@ -11,30 +11,12 @@ import pytest
 
 import hicache
 from hicache.storage.memory import MemoryBackend
+from hicache.testing.embedded import at_rest
 from hicache.testing.engine import FakeEngine, prompt, small_namespace, small_pool
 from hicache.testing.faults import FaultyStorage, delay
 from hicache.testing.gates import Gate, Tripwire
 from hicache.testing.memory import FaultyDevicePool
-
-
-def _wait(met: Callable[[], bool]) -> None:
-    pause = threading.Event()
-    for _ in range(3000):
-        if met():
-            return
-        pause.wait(0.01)
-    raise AssertionError("it did not happen within 30 seconds")
-
-
-def _at_rest(cache: hicache.EmbeddedCache) -> hicache.CacheStatistics:
-    _wait(lambda: cache.statistics().core.transfers == 0)
-    cache.check()
-    statistics = cache.statistics()
-    assert statistics.internal_errors == 0
-    for tier in (statistics.core.device, statistics.core.host):
-        assert tier.free + tier.resident == tier.capacity
-        assert tier.pinned == 0
-    return statistics
+from hicache.testing.waits import eventually
 
 
 class _Gates:
@@ -84,7 +66,7 @@ def test_the_source_of_a_running_load_is_not_reused() -> None:
         assert len(loaded[0]) == 10
         engine.check(tokens, loaded[0])
         loading.close()
-        _at_rest(cache)
+        at_rest(cache)
         with cache._reducer.lock:
             assert core.available(1) == 12
 
@@ -109,7 +91,7 @@ def test_a_put_on_its_way_is_neither_a_hit_nor_absent() -> None:
         assert cache.flush()
         puts = [key for verb, keys in storage.calls if verb == "put" for key in keys]
         assert len(puts) == len(set(puts)) == 40
-        _at_rest(cache)
+        at_rest(cache)
 
 
 @pytest.mark.case("RACE-3")
@@ -149,7 +131,7 @@ def test_a_load_reports_the_shorter_truth_when_pages_are_gone() -> None:
                     storage.delete([key])
             gate.open()
             assert len(request.load()) == 5
-        _at_rest(cache)
+        at_rest(cache)
 
 
 @pytest.mark.case("RACE-4")
@@ -162,7 +144,7 @@ def test_a_clear_while_transfers_run_frees_each_slot_once_and_nothing_late_lands
         storage.always("put", delay(gate))
         for seed in range(10):
             engine.run(prompt(seed, 41))
-        _wait(lambda: cache.statistics().core.host.resident == 100)
+        eventually(lambda: cache.statistics().core.host.resident == 100)
         gates.down.close()
         for seed in range(10, 20):
             engine.run(prompt(seed, 41))
@@ -179,7 +161,7 @@ def test_a_clear_while_transfers_run_frees_each_slot_once_and_nothing_late_lands
             engine.run(prompt(seed, 41))
         gate.open()
         gates.down.open()
-        statistics = _at_rest(cache)
+        statistics = at_rest(cache)
         assert statistics.core.device.resident == 100
         assert cache.flush()
         for seed in range(10):
@@ -204,7 +186,7 @@ def test_a_copy_waits_for_the_event_of_the_pages_writer() -> None:
             assert "gather" not in gates.passed
             engine.compute(tokens, slots, first=0)  # the kernel is slow
             written.set()
-            _wait(lambda: cache.match(tokens).device == 4)
+            eventually(lambda: cache.match(tokens).device == 4)
         assert cache.flush()
         with cache._reducer.lock:
             assert cache.parts.core.evict(0, 32) == 4
@@ -212,7 +194,7 @@ def test_a_copy_waits_for_the_event_of_the_pages_writer() -> None:
             assert request.match.host == 4
             engine.check(tokens, request.load())
         assert engine.verified == 4
-        _at_rest(cache)
+        at_rest(cache)
 
 
 @pytest.mark.case("RACE-5")
@@ -232,7 +214,7 @@ def test_an_event_that_breaks_publishes_nothing() -> None:
         with cache.request(tokens) as request:
             request.allocate()
             request.commit(ready=Broken())
-        _at_rest(cache)
+        at_rest(cache)
         assert cache.match(tokens).pages == 0
         assert cache.statistics().core.device.free == 32
 
@@ -268,7 +250,7 @@ def test_many_threads_committing_one_prompt_store_it_once() -> None:
         ]
         hashes = [page_hash for event in stored for page_hash in event.page_hashes]
         assert len(hashes) == len(set(hashes)) == 80
-        _at_rest(cache)
+        at_rest(cache)
 
 
 @pytest.mark.case("RACE-7")
@@ -285,7 +267,7 @@ def test_host_pages_stay_until_the_write_that_reads_them_has_ended() -> None:
         with cache._reducer.lock:
             assert cache.parts.core.evict(1, 12) == 0
         gate.open()
-        _at_rest(cache)
+        at_rest(cache)
         assert cache.flush()
         with cache._reducer.lock:
             assert cache.parts.core.available(1) == 12
@@ -327,8 +309,8 @@ def _tripped(step: int | None, write_policy: str) -> Tripwire:
         for seed in (1, 2, 3, 1, 2):
             engine.run(prompt(seed, 29))
             cache.flush()
-            _wait(lambda: cache.statistics().core.transfers == 0)
-        _at_rest(cache)
+            eventually(lambda: cache.statistics().core.transfers == 0)
+        at_rest(cache)
     return wire
 
 
@@ -359,12 +341,12 @@ def test_requests_aborted_at_any_stage_give_everything_back() -> None:
             if stage == 4:
                 engine.compute(prompts[0], request.allocate(0), first=0)
             request.close(aborted=True)
-        statistics = _at_rest(cache)
+        statistics = at_rest(cache)
         assert statistics.core.leases == statistics.open_requests == 0
         assert statistics.reads is not None
         assert (statistics.reads.waiting, statistics.reads.running, statistics.reads.bytes) == (0, 0, 0)
         cache.clear()
-        _wait(lambda: cache.statistics().core.host.free == 24)
+        eventually(lambda: cache.statistics().core.host.free == 24)
         assert cache.statistics().core.device.free == 24
         assert engine.run(prompts[0]).storage == 0
         engine.run(prompts[0], deadline=10.0)
@@ -413,4 +395,4 @@ def test_many_threads_over_three_tiers_never_get_a_wrong_page() -> None:
         assert errors == []
         assert sum(verified) > 300
         cache.flush()
-        _at_rest(cache)
+        at_rest(cache)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from hicache.records import MissReason
 from hicache.storage.base import StorageBackend
 from hicache.storage.memory import MemoryBackend
 from hicache.testing.clock import ManualClock
+from hicache.testing.embedded import leave_in, open_small, settled
 from hicache.testing.engine import FakeEngine, prompt, small_namespace
 from hicache.testing.faults import (
     DamageableMemory,
@@ -28,42 +28,13 @@ from hicache.testing.faults import (
     stop_at,
 )
 from hicache.testing.gates import Gate
+from hicache.testing.waits import eventually
 
 P = 4
-PLAIN: dict[str, Any] = {"retry": None, "breaker": None, "canary": False}
-
-
-def _open(storage: StorageBackend | str, **options: Any) -> hicache.EmbeddedCache:
-    # What repeats, refuses or adds calls is left out: these tests say which call goes wrong.
-    defaults: dict[str, Any] = {"device": 64, "host": 64, "prefetch": "wait_complete", **PLAIN}
-    return hicache.open(small_namespace(), storage=storage, **(defaults | options))
-
-
-def _fill(storage: StorageBackend | str, *prompts: list[int], **options: Any) -> None:
-    """Another life of the process, which left these prompts in storage."""
-    with _open(storage, **options) as cache:
-        engine = FakeEngine(cache)
-        for tokens in prompts:
-            engine.run(tokens, logits=False)
-        assert cache.flush()
-    assert cache.close() == hicache.CloseReport(complete=True)
 
 
 def _keys(storage: MemoryBackend) -> list[ObjectKey]:
     return list(storage._entries)
-
-
-def _settled(cache: hicache.EmbeddedCache) -> hicache.CacheStatistics:
-    """Statistics once everything is at rest; pins and slots must have come back."""
-    cache.flush()
-    _wait(lambda: cache.statistics().core.transfers == 0)
-    cache.check()
-    statistics = cache.statistics()
-    assert statistics.internal_errors == 0
-    for tier in (statistics.core.device, statistics.core.host):
-        assert tier.free + tier.resident == tier.capacity
-        assert tier.pinned == 0
-    return statistics
 
 
 @pytest.mark.case("FAIL-8")
@@ -71,25 +42,25 @@ def _settled(cache: hicache.EmbeddedCache) -> hicache.CacheStatistics:
 def test_what_was_stored_is_found_by_the_next_process(kind: str, tmp_path: Any) -> None:
     storage: StorageBackend | str = MemoryBackend() if kind == "memory" else f"file://{tmp_path}/store?capacity=1GiB"
     tokens = prompt(1, 41)
-    _fill(storage, tokens)
-    with _open(storage) as cache:
+    leave_in(storage, tokens)
+    with open_small(storage) as cache:
         engine = FakeEngine(cache)
         assert cache.match(tokens) == hicache.Match()  # looking does not ask storage
         counts = engine.run(tokens)
         assert (counts.device, counts.host, counts.storage) == (0, 0, 10)
         assert engine.verified == 10
         assert engine.run(tokens).device == 10
-        assert _settled(cache).bytes_from_storage == 10 * cache.device.page_bytes
+        assert settled(cache).bytes_from_storage == 10 * cache.device.page_bytes
 
 
 @pytest.mark.case("KEY-3")
 def test_tenants_are_apart_in_storage_too() -> None:
     storage = MemoryBackend()
     tokens = prompt(1, 41)
-    with _open(storage) as cache:
+    with open_small(storage) as cache:
         FakeEngine(cache).run(tokens, tenant="t1")
         assert cache.flush()
-    with _open(storage) as cache:
+    with open_small(storage) as cache:
         engine = FakeEngine(cache)
         assert engine.run(tokens, tenant="t2").storage == 0
         assert engine.run(tokens).storage == 0
@@ -101,7 +72,7 @@ def test_tenants_are_apart_in_storage_too() -> None:
 def test_another_model_reads_nothing_of_this_one(change: str) -> None:
     storage = MemoryBackend()
     tokens = prompt(1, 41)
-    _fill(storage, tokens)
+    leave_in(storage, tokens)
     shape: dict[str, Any] = {"layers": 2, "kv_heads": 2, "head_dim": 4, "dtype": "float16"}
     fields: dict[str, Any] = {}
     if change == "page_size":
@@ -118,7 +89,7 @@ def test_another_model_reads_nothing_of_this_one(change: str) -> None:
     namespace = small_namespace(geometry=geometry, **fields)
     with hicache.open(namespace, device=64, host=64, storage=storage, prefetch="wait_complete") as cache:
         assert FakeEngine(cache).run(tokens).storage == 0
-        assert _settled(cache).failed_pages == {}
+        assert settled(cache).failed_pages == {}
 
 
 @pytest.mark.case("PAGE-4")
@@ -126,9 +97,9 @@ def test_with_write_back_every_chain_in_storage_starts_at_its_root() -> None:
     storage = MemoryBackend()
     head = prompt(100, 2 * P)
     prompts = [[*head, *prompt(seed, 30)] for seed in range(20)]
-    _fill(storage, *prompts, write_policy="write_back", device=96, host=200)
+    leave_in(storage, *prompts, write_policy="write_back", device=96, host=200)
     stored = len(_keys(storage)) // 4  # shards a page
-    with _open(storage, device=400, host=400) as cache:
+    with open_small(storage, device=400, host=400) as cache:
         engine = FakeEngine(cache)
         # What the first life had no time to write was dropped; every page that it wrote can be reached from a root.
         assert sum(engine.run(tokens, logits=False).storage for tokens in prompts) == stored > 0
@@ -136,7 +107,7 @@ def test_with_write_back_every_chain_in_storage_starts_at_its_root() -> None:
 
 def test_write_back_writes_nothing_before_it_must() -> None:
     storage = MemoryBackend()
-    with _open(storage, write_policy="write_back") as cache:
+    with open_small(storage, write_policy="write_back") as cache:
         FakeEngine(cache).run(prompt(1, 41))
         assert cache.statistics().core.host.resident == 0
         assert cache.flush()
@@ -146,7 +117,7 @@ def test_write_back_writes_nothing_before_it_must() -> None:
 
 def test_the_second_use_writes_where_policy_says_two() -> None:
     storage = MemoryBackend()
-    with _open(storage, write_policy=("write_through", "write_through_selective")) as cache:
+    with open_small(storage, write_policy=("write_through", "write_through_selective")) as cache:
         engine = FakeEngine(cache)
         engine.run(prompt(1, 41))
         assert cache.flush()
@@ -174,18 +145,18 @@ def test_a_put_that_failed_leaves_no_hit_and_can_be_repeated(how: str) -> None:
     }[how]
     storage.always("put", fault)
     tokens = prompt(1, 41)
-    with _open(storage, host=10) as cache:
+    with open_small(storage, host=10) as cache:
         engine = FakeEngine(cache)
         engine.run(tokens)
         assert not cache.flush()  # it says that not everything is down
-        assert _settled(cache).failed_pages["put"] > 0
+        assert settled(cache).failed_pages["put"] > 0
         engine.run(prompt(2, 41))  # takes the first one's place in HOST
         cache.flush()
         assert cache.match(tokens).storage == 0
         storage.always("put", None)
         engine.run(tokens)
         assert cache.flush()
-    with _open(inner) as cache:
+    with open_small(inner) as cache:
         assert FakeEngine(cache).run(tokens).storage == 10
 
 
@@ -194,14 +165,14 @@ def test_a_put_that_failed_leaves_no_hit_and_can_be_repeated(how: str) -> None:
 def test_a_hole_ends_what_is_taken_and_frees_what_is_behind_it() -> None:
     storage = DamageableMemory()
     tokens = prompt(1, 33)
-    _fill(storage, tokens)
+    leave_in(storage, tokens)
     by_page = sorted(_keys(storage), key=lambda key: storage._entries[key].depth)
-    with _open(storage) as cache:
+    with open_small(storage) as cache:
         engine = FakeEngine(cache)
         storage.damage(by_page[3 * 4 + 2])  # one of the four objects of page 3
         counts = engine.run(tokens)
         assert (counts.storage, counts.missed) == (3, {MissReason.FAILED: 5})
-        statistics = _settled(cache)
+        statistics = settled(cache)
         assert statistics.core.host.resident == statistics.core.device.resident == 8
         assert statistics.failed_pages["fetch"] == 5
         assert engine.run(tokens).device == 8
@@ -211,10 +182,10 @@ def test_a_hole_ends_what_is_taken_and_frees_what_is_behind_it() -> None:
 def test_a_page_that_is_gone_is_not_asked_for_again_until_it_was_stored() -> None:
     inner = MemoryBackend()
     tokens = prompt(1, 25)
-    _fill(inner, tokens)
+    leave_in(inner, tokens)
     lost = sorted({key.page_hash for key in _keys(inner)}, key=lambda h: _depth(inner, h))[3]
     storage = FaultyStorage(inner)
-    with _open(storage, clock=ManualClock()) as cache:
+    with open_small(storage, clock=ManualClock()) as cache:
         engine = FakeEngine(cache)
         found: list[int] = []
         with cache.request(tokens) as request:
@@ -224,7 +195,7 @@ def test_a_page_that_is_gone_is_not_asked_for_again_until_it_was_stored() -> Non
         engine.run(tokens)
         assert cache.flush()
     generation = max(key.generation for key in _keys(inner))
-    with _open(storage, clock=ManualClock()) as cache:
+    with open_small(storage, clock=ManualClock()) as cache:
         engine = FakeEngine(cache)
         victims = [key for key in _keys(inner) if key.page_hash == lost and key.generation == generation]
 
@@ -244,7 +215,7 @@ def test_a_page_that_is_gone_is_not_asked_for_again_until_it_was_stored() -> Non
         assert len([key for _, keys in storage.calls for key in keys if key in victims]) == asked
         engine.run(tokens)
         assert cache.flush()
-    with _open(inner) as cache:
+    with open_small(inner) as cache:
         assert FakeEngine(cache).run(tokens).storage == 6
 
 
@@ -256,7 +227,7 @@ def _depth(storage: MemoryBackend, page_hash: bytes) -> int:
 def test_a_refused_put_leaves_no_mark_behind() -> None:
     storage = FaultyStorage(MemoryBackend())
     tokens = prompt(1, 41)
-    with _open(storage) as cache:
+    with open_small(storage) as cache:
         engine = FakeEngine(cache)
         for fault in (fail(OSError(28, "no space")), answer(None), apply_then_raise(RuntimeError("late"))):
             storage.script("put", *[fault] * 8)
@@ -265,8 +236,8 @@ def test_a_refused_put_leaves_no_mark_behind() -> None:
         storage._scripts.clear()
         engine.run(tokens)
         assert cache.flush()
-        _settled(cache)
-    with _open(storage.inner) as cache:
+        settled(cache)
+    with open_small(storage.inner) as cache:
         assert FakeEngine(cache).run(tokens).storage == 10
 
 
@@ -278,14 +249,14 @@ def test_one_failed_put_of_many_costs_one_page() -> None:
 
     for error in (OSError("x"), TimeoutError(), ValueError("x"), OwnError()):
         storage = FaultyStorage(MemoryBackend())
-        with _open(storage, write_threads=1) as cache:
+        with open_small(storage, write_threads=1) as cache:
             engine = FakeEngine(cache)
             storage.script("put", None, None, None, None, fail(error))  # two calls a prompt: siblings, then anchors
             for seed in range(10):
                 engine.run(prompt(seed, 5))
                 cache.flush(0.0)
-                _wait(lambda: cache.statistics().core.transfers == 0)
-            statistics = _settled(cache)
+                eventually(lambda: cache.statistics().core.transfers == 0)
+            statistics = settled(cache)
             assert statistics.failed_pages == {"put": 1}
             assert statistics.writes is not None
             assert (statistics.writes.waiting, statistics.writes.running) == (0, 0)
@@ -294,48 +265,38 @@ def test_one_failed_put_of_many_costs_one_page() -> None:
             assert len(_keys(storage.inner)) == 40  # type: ignore[arg-type]
 
 
-def _wait(met: Callable[[], bool]) -> None:
-    """Until something that worker threads bring about is true."""
-    done = threading.Event()
-    for _ in range(3000):
-        if met():
-            return
-        done.wait(0.01)
-    raise AssertionError("it did not happen within 30 seconds")
-
-
 def test_storage_that_is_wrong_about_everything_costs_only_hits() -> None:
     storage = FaultyStorage(MemoryBackend())
     for verb in ("get_into", "put", "contains", "touch", "delete"):
         storage.always(verb, fail(RuntimeError("down")))
-    with _open(storage) as cache:
+    with open_small(storage) as cache:
         engine = FakeEngine(cache)
         for seed in range(10):
             engine.run(prompt(seed % 3, 41))
         assert engine.verified > 0
-        _settled(cache)
+        settled(cache)
 
 
 def test_a_missing_sibling_is_a_miss_and_the_page_heals() -> None:
     storage = MemoryBackend()
     tokens = prompt(1, 17)
-    _fill(storage, tokens)
+    leave_in(storage, tokens)
     anchor = small_namespace().geometry.anchor(4)
     sibling = next(key for key in _keys(storage) if key.shard != anchor and storage._entries[key].depth == 1)
     storage.delete([sibling])
-    with _open(storage, absent_seconds=0.0) as cache:
+    with open_small(storage, absent_seconds=0.0) as cache:
         engine = FakeEngine(cache)
         assert engine.run(tokens).storage == 1
         assert cache.flush()
-    with _open(storage) as cache:
+    with open_small(storage) as cache:
         assert FakeEngine(cache).run(tokens).storage == 4
 
 
 def test_a_hash_that_collides_is_a_miss() -> None:
     storage = DamageableMemory()
     tokens, other = prompt(1, 9), prompt(2, 9)
-    _fill(storage, tokens, other)
-    with _open(storage) as cache:
+    leave_in(storage, tokens, other)
+    with open_small(storage) as cache:
         # Somebody else's tokens under our hash: plant the other prompt's objects under this one's names.
         from hicache.storage.codec import encode_header
 
@@ -348,7 +309,7 @@ def test_a_hash_that_collides_is_a_miss() -> None:
         engine = FakeEngine(cache)
         engine.run(tokens)
         engine.run(other)
-        assert _settled(cache).failed_pages["fetch"] == 2
+        assert settled(cache).failed_pages["fetch"] == 2
         assert engine.verified == 2  # the prompt whose hash was not touched
 
 
@@ -357,7 +318,7 @@ def test_a_hash_that_collides_is_a_miss() -> None:
 
 def test_a_manifest_is_written_once_for_each_namespace() -> None:
     storage = MemoryBackend()
-    with _open(storage) as cache:
+    with open_small(storage) as cache:
         engine = FakeEngine(cache)
         for _ in range(2):
             engine.run(prompt(1, 41))
@@ -374,8 +335,8 @@ def test_a_manifest_is_written_once_for_each_namespace() -> None:
 def test_clear_is_remembered_by_storage() -> None:
     storage = MemoryBackend()
     tokens = prompt(1, 41)
-    _fill(storage, tokens)
-    with _open(storage) as cache:
+    leave_in(storage, tokens)
+    with open_small(storage) as cache:
         engine = FakeEngine(cache)
         assert engine.run(tokens).storage == 10
         engine.run(tokens, tenant="other")
@@ -385,7 +346,7 @@ def test_clear_is_remembered_by_storage() -> None:
         assert engine.run(tokens).missed.keys() <= {MissReason.EXPIRED, MissReason.COLD}
         assert cache.flush()
         cache.clear()
-    with _open(storage) as cache:
+    with open_small(storage) as cache:
         engine = FakeEngine(cache)
         assert engine.run(tokens).storage == 0
         assert engine.run(tokens, tenant="other").storage == 10
@@ -393,20 +354,20 @@ def test_clear_is_remembered_by_storage() -> None:
 
 def test_a_clear_that_storage_did_not_take_says_so() -> None:
     storage = FaultyStorage(MemoryBackend())
-    with _open(storage) as cache:
+    with open_small(storage) as cache:
         FakeEngine(cache).run(prompt(1, 41))
         storage.script("clear", fail(OSError("read only")))
         with pytest.raises(hicache.StorageError, match="call clear again"):
             cache.clear()
         assert cache.match(prompt(1, 41)).pages == 0
         cache.clear()
-        _settled(cache)
+        settled(cache)
 
 
 def test_a_namespace_whose_generation_is_unknown_goes_past_the_cache() -> None:
     storage, clock, gate = FaultyStorage(MemoryBackend()), ManualClock(), Gate()
     tokens = prompt(1, 41)
-    with _open(storage, clock=clock) as cache:
+    with open_small(storage, clock=clock) as cache:
         storage.script("generation", chain(delay(gate), fail(OSError("down"))), None)
         engine = FakeEngine(cache)
         results: list[Any] = []
@@ -422,13 +383,13 @@ def test_a_namespace_whose_generation_is_unknown_goes_past_the_cache() -> None:
         thread.join(10)  # nobody waits a second time
         assert results[1:] == results[:1]
         gate.open()
-        _wait(lambda: storage.count("generation") == 2 and cache.statistics().reads.running == 0)
-        _wait(lambda: engine.run(tokens, tenant="t").device == 10)
-        _settled(cache)
+        eventually(lambda: storage.count("generation") == 2 and cache.statistics().reads.running == 0)
+        eventually(lambda: engine.run(tokens, tenant="t").device == 10)
+        settled(cache)
 
 
 def test_open_says_when_storage_cannot_be_asked() -> None:
     storage = FaultyStorage(MemoryBackend())
     storage.script("generation", fail(hicache.StorageUnavailable("gone")))
     with pytest.raises(hicache.StorageUnavailable, match="gone"):
-        _open(storage)
+        open_small(storage)

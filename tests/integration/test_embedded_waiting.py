@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from hashlib import sha256
 from typing import Any
 
@@ -13,77 +12,38 @@ import pytest
 import hicache
 from hicache.core.keys import ObjectKey
 from hicache.records import MissReason
-from hicache.storage.base import StorageBackend
 from hicache.storage.memory import MemoryBackend
 from hicache.testing.clock import ManualClock
+from hicache.testing.embedded import leave_in, open_small, settled
 from hicache.testing.engine import FakeEngine, prompt, small_namespace
 from hicache.testing.faults import (
     FaultyStorage,
     delay,
 )
 from hicache.testing.gates import Gate
+from hicache.testing.waits import eventually
 
 P = 4
-PLAIN: dict[str, Any] = {"retry": None, "breaker": None, "canary": False}
-
-
-def _open(storage: StorageBackend | str, **options: Any) -> hicache.EmbeddedCache:
-    # What repeats, refuses or adds calls is left out: these tests say which call goes wrong.
-    defaults: dict[str, Any] = {"device": 64, "host": 64, "prefetch": "wait_complete", **PLAIN}
-    return hicache.open(small_namespace(), storage=storage, **(defaults | options))
-
-
-def _fill(storage: StorageBackend | str, *prompts: list[int], **options: Any) -> None:
-    """Another life of the process, which left these prompts in storage."""
-    with _open(storage, **options) as cache:
-        engine = FakeEngine(cache)
-        for tokens in prompts:
-            engine.run(tokens, logits=False)
-        assert cache.flush()
-    assert cache.close() == hicache.CloseReport(complete=True)
 
 
 def _keys(storage: MemoryBackend) -> list[ObjectKey]:
     return list(storage._entries)
 
 
-def _settled(cache: hicache.EmbeddedCache) -> hicache.CacheStatistics:
-    """Statistics once everything is at rest; pins and slots must have come back."""
-    cache.flush()
-    _wait(lambda: cache.statistics().core.transfers == 0)
-    cache.check()
-    statistics = cache.statistics()
-    assert statistics.internal_errors == 0
-    for tier in (statistics.core.device, statistics.core.host):
-        assert tier.free + tier.resident == tier.capacity
-        assert tier.pinned == 0
-    return statistics
-
-
-def _wait(met: Callable[[], bool]) -> None:
-    """Until something that worker threads bring about is true."""
-    done = threading.Event()
-    for _ in range(3000):
-        if met():
-            return
-        done.wait(0.01)
-    raise AssertionError("it did not happen within 30 seconds")
-
-
 def test_what_came_in_time_is_used_and_the_rest_is_late() -> None:
     inner = MemoryBackend()
     tokens = prompt(1, 41)
-    _fill(inner, tokens)
+    leave_in(inner, tokens)
     storage, clock, gate = FaultyStorage(inner), ManualClock(), Gate()
     page = small_namespace().geometry.page_bytes(4)
-    with _open(storage, clock=clock, fetch_bytes=2 * page, read_threads=1) as cache:
+    with open_small(storage, clock=clock, fetch_bytes=2 * page, read_threads=1) as cache:
         storage.script("get_into", None, None, delay(gate))
         request = cache.request(tokens, deadline=1.0)
         loaded: list[int] = []
         thread = threading.Thread(target=lambda: loaded.append(len(request.load())))
         thread.start()
         gate.until_arrived()
-        _wait(lambda: request._lease.usable == 4)
+        eventually(lambda: request._lease.usable == 4)
         clock.advance(0.999)
         assert loaded == []
         clock.advance(0.001)
@@ -93,8 +53,8 @@ def test_what_came_in_time_is_used_and_the_rest_is_late() -> None:
         gate.open()
         counts = request.close()
         assert (counts.storage, counts.missed) == (4, {MissReason.LATE: 6})
-        _wait(lambda: cache.statistics().core.transfers == 0)
-        statistics = _settled(cache)
+        eventually(lambda: cache.statistics().core.transfers == 0)
+        statistics = settled(cache)
         assert statistics.core.host.resident == 4  # what came too late is not kept half
         assert FakeEngine(cache).run(tokens).device == 4
 
@@ -102,15 +62,15 @@ def test_what_came_in_time_is_used_and_the_rest_is_late() -> None:
 def test_an_answer_that_comes_after_the_deadline_starts_nothing() -> None:
     inner = MemoryBackend()
     tokens = prompt(1, 41)
-    _fill(inner, tokens)
+    leave_in(inner, tokens)
     storage, gate = FaultyStorage(inner), Gate()
-    with _open(storage) as cache:
+    with open_small(storage) as cache:
         storage.script("contains", delay(gate))
         with cache.request(tokens, deadline=0.0) as request:
             gate.until_arrived()
             assert len(request.load()) == 0
             gate.open()
-            _wait(lambda: cache.statistics().reads.running == 0)  # type: ignore[union-attr]
+            eventually(lambda: cache.statistics().reads.running == 0)  # type: ignore[union-attr]
             assert cache.statistics().core.transfers == 0
             assert request.match == hicache.Match()
         assert storage.count("get_into") == 0
@@ -120,10 +80,10 @@ def test_an_answer_that_comes_after_the_deadline_starts_nothing() -> None:
 def test_each_mode_waits_as_long_as_it_says(mode: str, usable: int) -> None:
     inner = MemoryBackend()
     tokens = prompt(1, 41)
-    _fill(inner, tokens)
+    leave_in(inner, tokens)
     storage, clock, gate = FaultyStorage(inner), ManualClock(), Gate()
     options = {"prefetch": mode, "prefetch_timeout": 2.0, "longest_wait": 100.0}
-    with _open(storage, clock=clock, **options) as cache:
+    with open_small(storage, clock=clock, **options) as cache:
         storage.script("get_into", delay(gate))
         loaded: list[int] = []
         request = cache.request(tokens)
@@ -148,24 +108,24 @@ def test_each_mode_waits_as_long_as_it_says(mode: str, usable: int) -> None:
         thread.join(30)
         assert loaded == [usable]
         request.close()
-        _settled(cache)
+        settled(cache)
 
 
 def test_best_effort_takes_what_came_before_load() -> None:
     storage = MemoryBackend()
     tokens = prompt(1, 41)
-    _fill(storage, tokens)
-    with _open(storage, prefetch="best_effort") as cache, cache.request(tokens) as request:
-        _wait(lambda: cache.statistics().core.host.resident == 10)
+    leave_in(storage, tokens)
+    with open_small(storage, prefetch="best_effort") as cache, cache.request(tokens) as request:
+        eventually(lambda: cache.statistics().core.host.resident == 10)
         assert len(request.load()) == 10
 
 
 def test_no_wait_is_without_end() -> None:
     inner = MemoryBackend()
     tokens = prompt(1, 41)
-    _fill(inner, tokens)
+    leave_in(inner, tokens)
     storage, clock, gate = FaultyStorage(inner), ManualClock(), Gate()
-    with _open(storage, clock=clock, longest_wait=7.0) as cache:
+    with open_small(storage, clock=clock, longest_wait=7.0) as cache:
         storage.always("contains", delay(gate))
         request = cache.request(tokens)
         loaded: list[int] = []
@@ -183,9 +143,9 @@ def test_no_wait_is_without_end() -> None:
 def test_the_upper_tiers_answer_while_storage_hangs() -> None:
     inner = MemoryBackend()
     stored, local = prompt(1, 41), prompt(2, 41)
-    _fill(inner, stored)
+    leave_in(inner, stored)
     storage, gate = FaultyStorage(inner), Gate()
-    with _open(storage, device=16, read_threads=1, write_threads=1) as cache:
+    with open_small(storage, device=16, read_threads=1, write_threads=1) as cache:
         engine = FakeEngine(cache)
         engine.run(local)
         assert cache.flush()
@@ -201,15 +161,15 @@ def test_the_upper_tiers_answer_while_storage_hangs() -> None:
             assert len(request.load()) == 10
         hanging.close()
         gate.open()
-        _settled(cache)
+        settled(cache)
 
 
 @pytest.mark.case("EVICT-4")
 def test_a_prefetch_without_room_says_so_and_does_not_hang() -> None:
     storage = MemoryBackend()
     tokens = prompt(1, 41)
-    _fill(storage, tokens, prompt(2, 33))
-    with _open(storage, device=64, host=8) as cache:
+    leave_in(storage, tokens, prompt(2, 33))
+    with open_small(storage, device=64, host=8) as cache:
         engine = FakeEngine(cache)
         holder = cache.request(prompt(2, 33), logits=False)
         assert len(holder.load()) == 8  # pins all of HOST
@@ -222,7 +182,7 @@ def test_a_prefetch_without_room_says_so_and_does_not_hang() -> None:
         assert results == [(0, {MissReason.OVER_BUDGET: 10})] * 16
         holder.close()
         assert engine.run(tokens).storage == 8
-        _settled(cache)
+        settled(cache)
 
 
 def _counts(cache: hicache.EmbeddedCache, tokens: list[int]) -> Any:
@@ -234,9 +194,9 @@ def _counts(cache: hicache.EmbeddedCache, tokens: list[int]) -> Any:
 def test_slots_that_can_never_come_are_not_waited_for() -> None:
     """What a request itself has loaded and allocated leaves too few for the rest of its prompt."""
     clock = ManualClock()
-    with _open(MemoryBackend(), device=8, clock=clock) as cache:
+    with open_small(MemoryBackend(), device=8, clock=clock) as cache:
         FakeEngine(cache).run(prompt(1, 16))
-        _settled(cache)
+        settled(cache)
         with cache.request(prompt(1, 16) + prompt(2, 20)) as request:
             assert len(request.load()) == 4
             with pytest.raises(hicache.OutOfSlots, match="5 slots asked"):
@@ -244,18 +204,18 @@ def test_slots_that_can_never_come_are_not_waited_for() -> None:
             assert len(request.allocate(2, deadline=30.0)) == 2
             with pytest.raises(hicache.OutOfSlots, match="3 slots asked"):
                 request.allocate(deadline=30.0)
-        _settled(cache)
+        settled(cache)
 
 
 def test_little_is_left_in_storage() -> None:
     storage = FaultyStorage(MemoryBackend())
     tokens = prompt(1, 41)
-    _fill(storage, tokens)
-    with _open(storage, prefetch_threshold=41) as cache:
+    leave_in(storage, tokens)
+    with open_small(storage, prefetch_threshold=41) as cache:
         storage.calls.clear()
         assert FakeEngine(cache).run(tokens).storage == 0
         assert storage.count("contains") == storage.count("get_into") == 0
-    with _open(storage, prefetch_threshold=40) as cache:
+    with open_small(storage, prefetch_threshold=40) as cache:
         assert FakeEngine(cache).run(tokens).storage == 10
 
 
@@ -263,9 +223,9 @@ def test_little_is_left_in_storage() -> None:
 def test_loads_of_one_page_are_shared() -> None:
     inner = MemoryBackend()
     tokens = prompt(1, 41)
-    _fill(inner, tokens)
+    leave_in(inner, tokens)
     storage, gate = FaultyStorage(inner), Gate()
-    with _open(storage) as cache:
+    with open_small(storage) as cache:
         storage.script("get_into", delay(gate))
         requests = [cache.request(tokens) for _ in range(16)]
         results: list[int] = []
@@ -280,15 +240,15 @@ def test_loads_of_one_page_are_shared() -> None:
         assert sum(len(keys) for verb, keys in storage.calls if verb == "get_into") == 4 * 10
         for request in requests:
             request.close()
-        _settled(cache)
+        settled(cache)
 
 
 def test_many_pages_are_asked_for_in_growing_batches() -> None:
     storage = FaultyStorage(MemoryBackend())
     tokens = prompt(1, 400 * P + 1)
-    _fill(storage, tokens, device=500, host=500)
+    leave_in(storage, tokens, device=500, host=500)
     storage.calls.clear()
-    with _open(storage, device=500, host=500) as cache:
+    with open_small(storage, device=500, host=500) as cache:
         assert FakeEngine(cache).run(tokens).storage == 400
         sizes = [len(keys) for verb, keys in storage.calls if verb == "contains"]
         assert sizes == [8, 16, 32, 64, 128, 152]
@@ -301,7 +261,7 @@ def test_many_pages_are_asked_for_in_growing_batches() -> None:
 def test_writes_go_on_while_the_foreground_computes_and_nobody_is_busy_when_idle() -> None:
     storage = MemoryBackend()
     bound = hicache.Bound(bytes=2**28, requests=4096)
-    with _open(storage, device=2100, host=2100, write_bound=bound, write_threads=2) as cache:
+    with open_small(storage, device=2100, host=2100, write_bound=bound, write_threads=2) as cache:
         engine = FakeEngine(cache)
         for seed in range(100):
             engine.run(prompt(seed, 80))
@@ -316,9 +276,9 @@ def test_writes_go_on_while_the_foreground_computes_and_nobody_is_busy_when_idle
         assert flushed == [True]
         assert storage.statistics().objects == 8000
         # At rest nobody polls: the pump waits without a time-out, and the threads for a job.
-        _wait(lambda: cache.statistics().idle)
+        eventually(lambda: cache.statistics().idle)
         assert cache.parts.storage is not None
         assert cache.parts.storage.look() is None
         pump = cache._pump
         assert pump is not None
-        _wait(lambda: not pump._watching)
+        eventually(lambda: not pump._watching)

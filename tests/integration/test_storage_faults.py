@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,11 @@ from hicache.storage.base import ObjectStatus, StorageBackend
 from hicache.storage.breaker import BreakerPolicy
 from hicache.storage.memory import MemoryBackend
 from hicache.testing.clock import ManualClock
+from hicache.testing.embedded import at_rest
 from hicache.testing.engine import FakeEngine, prompt, small_namespace
 from hicache.testing.faults import FaultyStorage, answer, delay, fail, refuse
 from hicache.testing.gates import Gate
+from hicache.testing.waits import eventually
 
 VERBS = ("get_into", "put", "contains", "touch", "delete", "generation", "clear")
 
@@ -35,26 +36,6 @@ def _fill(storage: StorageBackend, *prompts: list[int]) -> None:
         for tokens in prompts:
             FakeEngine(cache).run(tokens, logits=False)
         assert cache.flush()
-
-
-def _until(met: Callable[[], bool]) -> None:
-    """Until something that worker threads bring about is true."""
-    pause = threading.Event()
-    for _ in range(3000):
-        if met():
-            return
-        pause.wait(0.01)
-    raise AssertionError("it did not happen within 30 seconds")
-
-
-def _at_rest(cache: hicache.EmbeddedCache) -> None:
-    _until(lambda: cache.statistics().core.transfers == 0)
-    cache.check()
-    statistics = cache.statistics()
-    assert statistics.internal_errors == 0
-    for tier in (statistics.core.device, statistics.core.host):
-        assert tier.free + tier.resident == tier.capacity
-        assert tier.pinned == 0
 
 
 class _Frozen:
@@ -139,10 +120,10 @@ def test_a_storage_frozen_for_a_minute_costs_only_its_own_hits() -> None:
         assert f"storage: {statistics.reads.hung} reads hung" in statistics.degraded
         cache.check()
         setup.thaw()
-        _until(lambda: cache.statistics().degraded == ())
+        eventually(lambda: cache.statistics().degraded == ())
         counts = setup.engine.run(setup.stored[0])
         assert (counts.storage, counts.missed) == (4, {})
-        _at_rest(cache)
+        at_rest(cache)
 
 
 @pytest.mark.case("FILE-8")
@@ -158,7 +139,7 @@ def test_late_completions_write_into_no_slot_that_is_in_use_again() -> None:
             thread, _ = setup.ask(tokens, deadline=1.0)
             setup.clock.until_waiting()
             setup.gate.until_arrived(reads)  # inside the storage: a read that had not begun would end at once
-            _until(lambda: cache.statistics().core.host.filling + cache.statistics().core.host.quarantined > 0)
+            eventually(lambda: cache.statistics().core.host.filling + cache.statistics().core.host.quarantined > 0)
             setup.clock.advance(1.0)
             thread.join(60)
         stuck = cache.statistics().core.host.quarantined
@@ -169,7 +150,7 @@ def test_late_completions_write_into_no_slot_that_is_in_use_again() -> None:
             setup.engine.run(tokens)
         assert cache.statistics().core.host.quarantined == stuck
         setup.thaw()
-        _at_rest(cache)
+        at_rest(cache)
         before = setup.engine.verified
         with cache.parts.reducer.lock:
             cache.parts.core.evict(0, 99)
@@ -190,7 +171,7 @@ def test_fifty_hung_reads_do_not_stop_other_reads() -> None:
             setup.gate.until_arrived(i + 1)
             if i % 4 == 3:
                 setup.clock.advance(5.0)
-                _until(lambda i=i: cache.statistics().reads.hung == i + 1)  # type: ignore[misc, union-attr]
+                eventually(lambda i=i: cache.statistics().reads.hung == i + 1)  # type: ignore[misc, union-attr]
         setup.clock.advance(5.0)
         counts = setup.engine.run(setup.stored[50])
         assert (counts.storage, counts.missed) == (4, {})
@@ -201,7 +182,7 @@ def test_fifty_hung_reads_do_not_stop_other_reads() -> None:
         setup.thaw()
         for thread, _ in threads:
             thread.join(60)
-        _at_rest(cache)
+        at_rest(cache)
         assert setup.engine.run(setup.stored[51]).storage == 4
 
 
@@ -221,7 +202,7 @@ def test_who_waits_behind_a_hung_read_sees_to_it_that_its_thread_is_replaced() -
         assert came_back == [start + 1000.0]
         setup.gate.open()
         first.join(60)
-        _at_rest(cache)
+        at_rest(cache)
 
 
 @pytest.mark.case("FILE-8")
@@ -247,8 +228,8 @@ def test_at_the_cap_reads_stop_and_come_back_with_a_probe_that_works() -> None:
         assert setup.engine.run(setup.stored[6]).storage == 4
         assert cache.statistics().degraded == ("storage: 4 reads hung",)
         setup.gate.open()
-        _until(lambda: cache.statistics().degraded == ())
-        _at_rest(cache)
+        eventually(lambda: cache.statistics().degraded == ())
+        at_rest(cache)
 
 
 @pytest.mark.case("FILE-8")
@@ -265,11 +246,11 @@ def test_in_real_time_a_request_is_back_soon_after_its_deadline() -> None:
         took = time.perf_counter() - started
         assert counts.missed == {MissReason.LATE: 10}
         assert took < 5.0
-        _until(lambda: cache.statistics().reads.hung > 0)  # type: ignore[union-attr]  by the cache's own threads
+        eventually(lambda: cache.statistics().reads.hung > 0)  # type: ignore[union-attr]  by the cache's own threads
         for verb in VERBS:
             storage.always(verb, None)
         gate.open()
-        _at_rest(cache)
+        at_rest(cache)
 
 
 def test_pages_that_storage_could_not_be_asked_for_were_not_cold() -> None:
@@ -292,7 +273,7 @@ def test_pages_that_storage_could_not_be_asked_for_were_not_cold() -> None:
         storage.always("contains", None)
         clock.advance(10.0)
         assert engine.run(prompt(20, 9)).missed == {MissReason.COLD: 2}
-        _at_rest(cache)
+        at_rest(cache)
 
 
 @pytest.mark.case("FILE-6")
@@ -307,7 +288,7 @@ def test_a_full_storage_stops_writes_and_not_reads() -> None:
         storage.always("put", refuse("no_space"))
         for seed in range(10, 16):
             engine.run(prompt(seed, 5))
-            _until(lambda: cache.statistics().core.transfers == 0)
+            eventually(lambda: cache.statistics().core.transfers == 0)
         statistics = cache.statistics()
         assert statistics.degraded == ("storage: write breaker open: no_space",)
         assert statistics.storage is not None
@@ -320,7 +301,7 @@ def test_a_full_storage_stops_writes_and_not_reads() -> None:
         assert cache.flush()
         assert cache.statistics().degraded == ()
         assert inner.statistics().objects == 2 * 16 + 7 * 4
-        _at_rest(cache)
+        at_rest(cache)
 
 
 def test_a_storage_that_is_gone_leaves_the_tiers_above_alone() -> None:
@@ -335,8 +316,8 @@ def test_a_storage_that_is_gone_leaves_the_tiers_above_alone() -> None:
             clock.advance(1.0)
             assert engine.run(prompt(1, 41)).device == 10
             assert engine.run(prompt(100 + seed, 9)).storage == 0
-        _until(lambda: len(cache.statistics().degraded) == 2)  # both breakers
-        _until(lambda: cache.statistics().core.transfers == 0)
+        eventually(lambda: len(cache.statistics().degraded) == 2)  # both breakers
+        eventually(lambda: cache.statistics().core.transfers == 0)
         tree = cache.parts.core.trees[0]
         believed = sum(node.believed for node in tree.root.children.values())
         assert believed >= 10  # that it cannot be asked takes nothing away of what is believed
@@ -345,7 +326,7 @@ def test_a_storage_that_is_gone_leaves_the_tiers_above_alone() -> None:
         clock.advance(10.0)
         engine.run(prompt(3, 41))
         assert cache.flush()
-        _at_rest(cache)
+        at_rest(cache)
 
 
 # ---- does it work at all?
@@ -355,8 +336,8 @@ def test_a_storage_that_is_gone_leaves_the_tiers_above_alone() -> None:
 def test_the_canary_sings_over_a_storage_that_works() -> None:
     storage = MemoryBackend()
     with _open(storage, canary=True) as cache:
-        _until(lambda: cache.statistics().canary == "ok")
-        _until(lambda: storage.statistics().objects == 0)
+        eventually(lambda: cache.statistics().canary == "ok")
+        eventually(lambda: storage.statistics().objects == 0)
         assert cache.statistics().degraded == ()
 
 
@@ -377,7 +358,7 @@ def test_the_canary_shows_a_storage_that_does_not_work(how: str) -> None:
     }[how]
     storage.always(verb, fault)
     with _open(storage, canary=True) as cache:
-        _until(lambda: cache.statistics().canary != "running")
+        eventually(lambda: cache.statistics().canary != "running")
         assert cache.statistics().canary.startswith(state)
         degraded = cache.statistics().degraded
         assert [reason.startswith("storage: canary failed") for reason in degraded] == [True] * (how != "full")
@@ -392,12 +373,12 @@ def test_much_stored_and_nothing_that_ever_came_back_is_an_alarm() -> None:
         engine = FakeEngine(cache)
         for tokens in prompts:
             engine.run(tokens)
-            _until(lambda: cache.statistics().core.transfers == 0)
+            eventually(lambda: cache.statistics().core.transfers == 0)
         assert cache.statistics().degraded == ()
         storage.always("get_into", refuse("absent", ObjectStatus.MISSING))
         for tokens in prompts[:12]:
             engine.run(tokens)
-            _until(lambda: cache.statistics().core.transfers == 0)
+            eventually(lambda: cache.statistics().core.transfers == 0)
         (reason,) = cache.statistics().degraded
         assert "none came back for 12 requests" in reason
         storage.always("get_into", None)
@@ -426,7 +407,7 @@ def test_a_clear_by_another_process_is_seen_within_the_bound() -> None:
         assert here.parts.core.trees[0].generation == 1
         assert here.flush()
         assert FakeEngine(there).run(tokens).storage == 10  # written under the new one
-        _at_rest(here)
+        at_rest(here)
 
 
 @pytest.mark.parametrize("clears_too", [False, True])
@@ -445,12 +426,12 @@ def test_who_is_several_clears_behind_catches_up_within_the_bound(tmp_path: Path
         here.flush()  # what it writes now is of a generation that has ended
         assert FakeEngine(there).run(late).missed == {MissReason.COLD: 10}
         clock.advance(2.0)
-        _until(lambda: engine.run(tokens) and here.parts.core.trees[0].generation == 3)
+        eventually(lambda: engine.run(tokens) and here.parts.core.trees[0].generation == 3)
         assert engine.run(tokens).device == 10
         assert here.flush()
         assert FakeEngine(there).run(tokens).storage == 10
         assert here.statistics().degraded == ()
-        _at_rest(here)
+        at_rest(here)
 
 
 def test_between_half_of_the_bound_and_all_of_it_nobody_waits() -> None:
@@ -468,7 +449,7 @@ def test_between_half_of_the_bound_and_all_of_it_nobody_waits() -> None:
         assert storage.count("generation") == 2
         storage.always("generation", None)
         gate.open()
-        _at_rest(cache)
+        at_rest(cache)
 
 
 def test_a_generation_that_cannot_be_asked_for_changes_nothing_and_is_not_asked_all_the_time() -> None:
@@ -483,8 +464,8 @@ def test_a_generation_that_cannot_be_asked_for_changes_nothing_and_is_not_asked_
         assert storage.count("generation") == 2
         clock.advance(1.0)
         assert engine.run(prompt(1, 41)).device == 10
-        _until(lambda: storage.count("generation") == 3)
-        _at_rest(cache)
+        eventually(lambda: storage.count("generation") == 3)
+        at_rest(cache)
 
 
 def test_requests_that_were_open_when_another_cleared_publish_nothing_any_more() -> None:
@@ -500,4 +481,4 @@ def test_requests_that_were_open_when_another_cleared_publish_nothing_any_more()
             assert engine.run(prompt(2, 41)).device == 0
             request.commit()
         assert engine.run(tokens).device == 0
-        _at_rest(here)
+        at_rest(here)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 
 import pytest
 
@@ -12,6 +11,7 @@ from hicache.runtime.port import Calls
 from hicache.runtime.queues import Bound, Job
 from hicache.testing.clock import ManualClock
 from hicache.testing.gates import Gate
+from hicache.testing.waits import eventually
 
 THREADS = 2
 
@@ -72,28 +72,19 @@ def setup():
     made.close()
 
 
-def _until(met: Callable[[], bool]) -> None:
-    pause = threading.Event()
-    for _ in range(3000):
-        if met():
-            return
-        pause.wait(0.01)
-    raise AssertionError("it did not happen within 30 seconds")
-
-
 @pytest.mark.case("FILE-8")
 def test_a_call_that_hangs_loses_its_thread_and_others_go_on(setup: _Setup) -> None:
     setup.hang(THREADS)
     assert setup.offer()
     setup.done.until_passed(1)
-    _until(lambda: setup.lane.statistics().running == 0)
+    eventually(lambda: setup.lane.statistics().running == 0)
     statistics = setup.lane.statistics()
     assert (statistics.hung, statistics.abandoned, statistics.replaced) == (2, 2, 2)
     assert (statistics.running, statistics.bytes) == (0, 0)
     assert not statistics.stopped
     assert not setup.lane.idle
     setup.stuck.open()
-    _until(lambda: setup.lane.statistics().hung == 0)
+    eventually(lambda: setup.lane.statistics().hung == 0)
     assert setup.lane.statistics().abandoned == 2
     assert setup.lane.idle
     assert setup.lane.statistics().bytes == 0
@@ -135,7 +126,7 @@ def test_a_thread_that_was_given_up_ends_with_its_call(setup: _Setup) -> None:
     setup.hang(THREADS)
     assert threading.active_count() == before + THREADS
     setup.stuck.open()
-    _until(lambda: threading.active_count() == before)
+    eventually(lambda: threading.active_count() == before)
     for _ in range(5):
         assert setup.offer()
     setup.done.until_passed(THREADS + 5)
@@ -174,7 +165,7 @@ def test_a_probe_that_comes_back_opens_the_lane_although_others_are_stuck_for_ev
     assert setup.offer(probe)
     assert not setup.offer()  # one at a time
     probe.open()
-    _until(lambda: not setup.lane.stopped)
+    eventually(lambda: not setup.lane.stopped)
     assert setup.lane.statistics().hung == 3
     assert setup.offer()
     setup.done.until_passed(2)
@@ -200,7 +191,7 @@ def test_a_probe_that_hangs_keeps_it_closed_and_spends_no_thread(setup: _Setup) 
 def test_it_goes_on_by_itself_when_calls_come_back(setup: _Setup) -> None:
     setup.stop()
     setup.stuck.open()
-    _until(lambda: setup.lane.statistics().hung == 0)
+    eventually(lambda: setup.lane.statistics().hung == 0)
     assert not setup.lane.stopped
     assert setup.offer()
     setup.done.until_passed(4)
@@ -229,7 +220,7 @@ def test_the_share_of_a_hung_call_is_given_back_once(setup: _Setup) -> None:
     assert setup.offer(cost=100)
     setup.done.until_passed(1)
     setup.stuck.open()
-    _until(lambda: setup.lane.statistics().hung == 0)
+    eventually(lambda: setup.lane.statistics().hung == 0)
     assert setup.lane.statistics().bytes == 0
 
 
