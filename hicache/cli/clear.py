@@ -11,8 +11,18 @@ from hicache.errors import ConfigError
 HELP = "forget pages in every tier, as after a change of weights"
 
 
+_EPILOG = """\
+Without --adapter and --salt it is the namespace of requests that have neither; --all is every namespace in use. Pages
+that requests hold now go when those end. Exit code 1 if storage has not confirmed it: do it again.
+
+  hicache clear unix:///run/hicache/hicache.sock --model org/model
+"""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options."""
+    parser.epilog = _EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add_service_arguments(parser)
     add_target_arguments(parser)
     parser.add_argument("--all", action="store_true", help="everything that this caller may clear")

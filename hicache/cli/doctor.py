@@ -16,7 +16,7 @@ HELP = "check memory, sockets, storage and every tier before an engine starts"
 
 _EPILOG = """\
 Without ADDRESS it looks at what a service with these settings would need, and sends a page through every tier and back;
-with it, it asks the service that runs there, and looks at settings too if --config or --set names some.
+with it, it asks the service that runs there, and looks at settings too where any are given.
 Exit code 1 if anything is not as it should be.
 
   hicache doctor --config /etc/hicache.toml
@@ -37,7 +37,9 @@ def run(options: argparse.Namespace) -> int:
     from hicache.cli.main import EXIT_FINE, EXIT_WRONG
 
     findings: list[Finding] = []
-    settings = settings_of(options)
+    # With an address `--insecure` is about the connection to it, and no setting of a service.
+    insecure = options.insecure and options.address is None
+    settings = settings_of(argparse.Namespace(**{**vars(options), "insecure": insecure}))
     if options.address is None or settings.origins:
         import asyncio
 

@@ -19,8 +19,19 @@ from hicache.units import format_size
 HELP = "keep prefixes in host memory"
 
 
+_EPILOG = """\
+A soft pin is given up when requests need its slots, a hard one is not; limits.pinned_bytes of the service bounds what a
+tenant may pin. Pages that no tier has are not pinned: `hicache warm` or an engine brings them first.
+Exit code 1 if not all pages of the prompts are there.
+
+  echo "[1, 2, 3, ...]" | hicache pin unix:///run/hicache/hicache.sock --model org/model --prompts - --name system
+"""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options."""
+    parser.epilog = _EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add_service_arguments(parser)
     add_target_arguments(parser)
     parser.add_argument(

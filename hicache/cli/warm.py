@@ -17,8 +17,17 @@ from hicache.cli.service import (
 HELP = "bring prompts from storage into host memory"
 
 
+_EPILOG = """\
+Pages that come up stay until others need their slots; `hicache pin` keeps them. Exit code 1 if pages are missing.
+
+  hicache warm unix:///run/hicache/hicache.sock --model org/model --prompts prompts.jsonl --deadline 60
+"""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options."""
+    parser.epilog = _EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add_service_arguments(parser)
     add_target_arguments(parser)
     parser.add_argument(

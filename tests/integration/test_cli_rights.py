@@ -136,6 +136,20 @@ def test_a_token_that_is_taken_out(tmp_path: Path) -> None:
         assert service.stop() == {"dropped": {}}
 
 
+def test_insecure_tcp(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where it was allowed on both sides anyone may do anything; for the doctor it is about the connection alone."""
+    with ServiceProcess(tmp_path, "--listen", "127.0.0.1:0", "--insecure", listen=False) as service:
+        (address,) = service.ready["addresses"]
+        code, message = called(capsys, "ping", address)
+        assert (code, "give --ca for TLS, or --insecure" in message) == (2, True)
+        store(address, insecure=True)
+        code, document = called(capsys, "doctor", address, "--insecure")
+        assert code == 0, document
+        assert "settings" not in {finding["check"] for finding in document["findings"]}
+        assert called(capsys, "clear", address, "--insecure", "--all")[1]["namespaces"] >= 1
+        assert service.stop() == {"dropped": {}}
+
+
 def test_the_end_says_what_was_dropped(tmp_path: Path) -> None:
     """SIGTERM waits for clients as long as it may, then ends with exit code 0 all the same."""
     with ServiceProcess(tmp_path, "--drain", "0.3") as service:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -71,6 +73,14 @@ def test_bad_usage_is_one_line(command: Any, capsys: pytest.CaptureFixture[str],
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert "--help" in error
+
+
+def test_commands_are_light(repository: Path) -> None:
+    """Parsing a command line loads nothing that only some commands need."""
+    code = "import sys; from hicache.cli.main import build_parser; build_parser(); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    loaded = {name.partition(".")[0] for name in done.stdout.split()}
+    assert not loaded & {"grpc", "google", "torch", "redis", "rich", "numpy", "msgspec", "asyncio", "zmq"}
 
 
 def test_version_and_help(command: Any, capsys: pytest.CaptureFixture[str]) -> None:
