@@ -62,7 +62,8 @@ def connected(options: argparse.Namespace) -> Iterator[AdminClient]:
     address, secrets = Address.parse(options.address), secrets_of(options)
     if not (address.is_unix or secrets.tls or secrets.insecure):
         raise ConfigError(
-            f"{address} is reached over TCP: give --ca for TLS, or --insecure if anyone on the way may read and change it"
+            f"{address} is reached over TCP: give --ca for TLS, or --insecure if anyone on the way may read and "
+            "change it"
         )
     with AdminClient(address, secrets, timeout=seconds_of(options.timeout, "--timeout")) as client:
         yield client
