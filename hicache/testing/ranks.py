@@ -147,7 +147,11 @@ class Rank:
     def check(self, names: bytes, buffers: np.ndarray[tuple[int, int], np.dtype[np.uint8]], read: int) -> None:
         """Compare every byte that was read."""
         self.counts["read"] += read
-        self.counts["wrong"] += int((buffers[:read] != self.contents(names, 0, read)).any(axis=1).sum())
+        wrong = np.flatnonzero((buffers[:read] != self.contents(names, 0, read)).any(axis=1))
+        self.counts["wrong"] += len(wrong)
+        if len(wrong):  # told at once: this process may be killed before its end
+            with open(self._options.report, "a", encoding="ascii") as report:
+                report.write(f"rank {self._options.tp_rank} of {self._options.group}: pages {wrong.tolist()}\n")
 
     # ---- a rank
 
@@ -196,9 +200,9 @@ class Rank:
         contents = self.contents(work.names, work.found, pages)
         if self._options.shape == "mha" and self._random.random() < 0.3:
             with contextlib.suppress(LeaseExpired):
-                for number, content in enumerate(contents):
-                    view = joined.page(work.found + number)
-                    self.dawdle()
+                views = [joined.page(work.found + number) for number in range(len(contents))]
+                self.dawdle()
+                for view, content in zip(views, contents, strict=True):
                     view[:] = content  # also where the lease is lost by now: until the close the slot is nobody else's
                 self.counts["in_place"] += len(contents)
                 return
@@ -222,7 +226,11 @@ class Rank:
 
     def _request(self, number: int, seats: Seats) -> None:
         random, counts = self._random, self.counts
-        family, branch, pages = int(random.integers(6)), int(random.integers(4)), int(random.integers(1, 24))
+        family, branch, pages = (
+            int(random.integers(self._options.families)),
+            int(random.integers(4)),
+            int(random.integers(1, 24)),
+        )
         tokens = np.arange(pages * _PAGE_SIZE, dtype=np.uint32) + np.uint32(family * 1_000_000)
         tokens[pages * _PAGE_SIZE // 2 :] += np.uint32(branch * 100_000)
         names = self._namespace.derive().hasher().extend(None, tokens.tobytes(), pages)
@@ -325,9 +333,11 @@ def main() -> int:
     parser.add_argument("--tp-rank", type=int, default=0)
     parser.add_argument("--stages", type=int, default=1)
     parser.add_argument("--stage", type=int, default=0)
+    parser.add_argument("--report", help="file that tells of pages with wrong bytes")
     parser.add_argument("--seat")
     parser.add_argument("--seats", nargs="+", default=[])
     parser.add_argument("--schedules", action="store_true", help="only that")
+    parser.add_argument("--families", type=int, default=6)
     parser.add_argument("--slow", type=float, default=0.05)
     parser.add_argument("--deadline", type=float, default=1.0)
     parser.add_argument("--patience", type=float, default=0.2)
