@@ -24,7 +24,7 @@ class DeviceMirror:
     """
 
     def __init__(self) -> None:
-        self._groups: dict[Group, dict[bytes, set[bytes]]] = {}
+        self._groups: dict[Group, dict[bytes, dict[bytes, int]]] = {}  # depths of pages
         self._generations: dict[bytes, int] = {}
         self._holders: dict[tuple[bytes, bytes], int] = {}
         self.refused = 0
@@ -60,9 +60,9 @@ class DeviceMirror:
         if self._generations.setdefault(namespace, generation) != generation:
             self._cleared(namespace)
             self._generations[namespace] = generation
-        held = self._groups.setdefault(group, {}).setdefault(namespace, set())
+        held = self._groups.setdefault(group, {}).setdefault(namespace, {})
         events: list[Event] = []
-        gone = list(held) if cleared else [page for page in _split(removed) if page in held]
+        gone = _deepest_first(held) if cleared else [page for page in _split(removed) if page in held]
         events += self._remove(namespace, held, gone, "cleared" if cleared else "evicted")
         pages = _split(stored)
         room = MOST_PAGES - len(held)
@@ -70,10 +70,10 @@ class DeviceMirror:
             self.refused += len(pages) - room
             pages = pages[:room]
         fresh: list[bytes] = []
-        for page in pages:
+        for depth, page in enumerate(pages, first_page):
             if page in held:
                 continue
-            held.add(page)
+            held[page] = depth
             key = (namespace, page)
             self._holders[key] = self._holders.get(key, 0) + 1
             if self._holders[key] == 1:
@@ -85,7 +85,7 @@ class DeviceMirror:
         """A group is over: its engine's memory is gone."""
         events: list[Event] = []
         for namespace, held in self._groups.pop(group, {}).items():
-            events += self._remove(namespace, held, list(held), "engine_gone")
+            events += self._remove(namespace, held, _deepest_first(held), "engine_gone")
         return events
 
     def _cleared(self, namespace: bytes) -> None:
@@ -94,10 +94,11 @@ class DeviceMirror:
             for page in namespaces.pop(namespace, ()):
                 self._holders.pop((namespace, page), None)
 
-    def _remove(self, namespace: bytes, held: set[bytes], pages: list[bytes], reason: str) -> list[Event]:
+    def _remove(self, namespace: bytes, held: dict[bytes, int], pages: list[bytes], reason: str) -> list[Event]:
         gone = []
         for page in pages:
-            held.discard(page)
+            if held.pop(page, None) is None:
+                continue  # named twice
             key = (namespace, page)
             self._holders[key] -= 1
             if not self._holders[key]:
@@ -127,6 +128,10 @@ class DeviceMirror:
                 )
                 run = []
         return events
+
+
+def _deepest_first(held: dict[bytes, int]) -> list[bytes]:
+    return sorted(held, key=held.__getitem__, reverse=True)
 
 
 def _split(page_hashes: bytes) -> list[bytes]:
