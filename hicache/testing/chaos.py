@@ -107,6 +107,7 @@ class ChaosOptions:
         request_deadline: seconds that a request may wait for lower tiers.
         call_deadline: seconds that a call of the backend may take, by its own settings.
         breaker: of the storage; None = as `hicache.open` has it by default.
+        probe_seconds: that a probe itself may take, when it finds storage well.
     """
 
     device_pages: int = 300
@@ -116,6 +117,7 @@ class ChaosOptions:
     request_deadline: float = 0.5
     call_deadline: float = 1.0
     breaker: BreakerPolicy | None = None
+    probe_seconds: float = 0.1
 
     @property
     def interval(self) -> float:
@@ -131,7 +133,7 @@ class ChaosReport:
     Attributes:
         result: of the replay.
         steps: one report a step.
-        interval: seconds within which hits have to come back.
+        back_within: seconds within which hits have to come back: an interval between probes, and a probe.
         waits, calls: how many waits of requests and calls of the backend were timed.
         late: seconds by which the one in a thousand passed its deadline; negative: it did not.
         latest: the same of the worst.
@@ -142,7 +144,7 @@ class ChaosReport:
 
     result: ReplayResult
     steps: tuple[StepReport, ...]
-    interval: float
+    back_within: float
     waits: int
     calls: int
     late: float
@@ -174,10 +176,10 @@ class ChaosReport:
 
     def _broken_by(self, step: StepReport) -> Iterator[str]:
         # Where all was lost, there is something to find once requests have written it and ask for it again.
-        hits = math.inf if step.loses else self.interval + LATE
+        hits = math.inf if step.loses else self.back_within
         for what, after, most in (
-            ("answers", step.answered_after, self.interval + LATE),
-            ("writes", step.written_after, self.interval + LATE),
+            ("answers", step.answered_after, self.back_within),
+            ("writes", step.written_after, self.back_within),
             ("hits", step.hit_after, hits),
         ):
             if after > most or math.isinf(after):
@@ -438,7 +440,7 @@ class ChaosReplay:
                 bytes_to_storage=statistics.bytes_to_storage, bytes_from_storage=statistics.bytes_from_storage
             ),
             steps=tuple(self._steps),
-            interval=options.interval,
+            back_within=options.interval + options.probe_seconds,
             waits=len(waits),
             calls=len(calls),
             late=late[math.ceil(0.999 * len(late)) - 1],

@@ -96,7 +96,7 @@ def cluster_place(binary: str, folder: Path, *, maxmemory: int, hold: float, fre
         steps += [
             Step("slots move", move, hold, again=move),
             Step("one node is killed", two.kill, hold, lambda: revive(two)),
-            Step("one node is frozen", one.pause, hold, one.resume),
+            Step("one node is frozen", one.pause, freeze, one.resume),
         ]
         nodes = ",".join(f"127.0.0.1:{proxy.port}" for proxy in proxies[1:])
         yield Place(f"redis+cluster://127.0.0.1:{proxies[0].port}?prefix=chaos&nodes={nodes}", tuple(steps))

@@ -19,18 +19,19 @@ from hicache.testing.servers import binaries, has_tls
 
 pytestmark = [pytest.mark.chaos, pytest.mark.redis, pytest.mark.slow, pytest.mark.alone]
 
-LIMITS = "&timeout=0.2&connect_timeout=0.2&deadline=0.4"
+LIMITS = "&timeout=0.5&connect_timeout=0.5&deadline=1"
 OPTIONS = ChaosOptions(
     requests=100,
     request_deadline=0.4,
-    call_deadline=0.4,
+    call_deadline=1.0,
+    probe_seconds=0.5,
     # Not below the longest pause that a node can come to in so short a time: see hicache_redis.pool.
-    breaker=BreakerPolicy(failures=3, interval=1.0, timeout=60),
+    breaker=BreakerPolicy(failures=3, interval=1.5, timeout=60),
 )
 MAXMEMORY = 1 << 30
 HOLD = 0.4
-FREEZE = 0.7
-OVER_TLS = ("killed and restarted", "frozen", "connections killed", "cut after forwarding", "bits flipped")
+FREEZE = 0.8
+OVER_TLS = ("killed and restarted", "frozen", "cut after forwarding", "bits flipped")
 
 
 def replayed(making: AbstractContextManager[Place], trace: Path, *, only: tuple[str, ...] = ()) -> ChaosReport:
