@@ -17,7 +17,7 @@ from typing import Any, Final, Protocol, Self
 import numpy as np
 
 import hicache
-from hicache.config import Config, Drain, Host, Listen, Storage
+from hicache.config import Config, Drain, Host, Listen, Policies, Storage
 from hicache.config import Size as Bytes
 from hicache.core.reasons import RequestCounts
 from hicache.records import Match
@@ -33,6 +33,9 @@ PAGE: Final = 4
 
 SLOT_BYTES: Final = 4096
 """What a slot takes of a service's memory, however small its page is."""
+
+
+_PREFETCH: Final = "wait_complete"  # the tests say how long to wait, by their requests' deadlines
 
 
 def content_of(tokens: Sequence[int], page: int, size: int) -> bytes:
@@ -227,7 +230,7 @@ def open_subject(
     size = namespace.geometry.page_bytes(PAGE)
     if profile == "embedded":
         host = slots if storage is not None else 0
-        cache = hicache.open(namespace, device=slots, host=host, storage=storage, extras=extras)
+        cache = hicache.open(namespace, device=slots, host=host, storage=storage, extras=extras, prefetch=_PREFETCH)
         return Subject(stack.enter_context(cache), slots=slots, size=size)
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hc")))
     address = address or _serve(profile, folder, stack, slots=slots, storage=storage)
@@ -245,12 +248,13 @@ def open_subject(
 
 def _serve(profile: str, folder: Path, stack: ExitStack, *, slots: int, storage: str | None) -> str:
     if profile == "process":
-        more = () if storage is None else ("--storage", storage)
+        more = () if storage is None else ("--storage", storage, "--set", f"policies.prefetch={_PREFETCH}")
         return stack.enter_context(ServiceProcess(folder, *more, host=str(slots * SLOT_BYTES))).address
     config = Config(
         listen=Listen(addresses=(f"unix://{folder}/s.sock",)),
         host=Host(bytes=Bytes(slots * SLOT_BYTES)),
         storage=Storage(url=storage or ""),
+        policies=Policies(prefetch=_PREFETCH),
         drain=Drain(seconds=1.0),
     )
     return stack.enter_context(ServedApp(config)).address

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import signal
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -17,26 +16,14 @@ import pytest
 import hicache
 from hicache.config import Config, Drain, Host, Leases, Listen, Size
 from hicache.errors import CacheClosed, GeometryError, InvalidInput
+from hicache.testing.clients import NAMESPACE, PATIENCE, SIZE, SOON, random_pages, store, until
 from hicache.testing.engine import prompt, small_namespace
 from hicache.testing.serving import ServedApp
 from hicache.testing.sidecars import ServiceProcess
 
-PATIENCE = 20.0
-NAMESPACE = small_namespace(hash="sha256")
-SIZE = NAMESPACE.geometry.page_bytes(4)
 LATENT = small_namespace(
     hash="sha256", geometry=hicache.KVGeometry.mla(layers=2, latent_dim=12, rope_dim=4, dtype="float16")
 )
-SOON = hicache.Backoff(first=0.005, most=0.05)
-
-
-def until(met: Callable[[], bool], what: str = "it") -> None:
-    """Wait for something that happens in another thread or process."""
-    end = time.monotonic() + PATIENCE
-    pause = threading.Event()
-    while not met():
-        assert time.monotonic() < end, f"{what} did not happen"
-        pause.wait(0.002)
 
 
 @pytest.fixture
@@ -63,19 +50,6 @@ def leases(served: ServedApp) -> Any:
 
 def host(served: ServedApp) -> Any:
     return served.do(lambda: next(iter(served.app.service.pools)).cache.statistics().core.host)
-
-
-def content(seed: int, count: int, size: int) -> np.ndarray[Any, Any]:
-    return np.frombuffer(np.random.default_rng(seed).bytes(count * size), np.uint8).reshape(count, size)
-
-
-def store(cache: hicache.ConnectedCache, tokens: list[int]) -> np.ndarray[Any, Any]:
-    with cache.request(tokens, logits=False) as request:
-        request.load()
-        pages = content(len(tokens), len(request.allocate()), cache.host.page_bytes)
-        assert request.write_from(pages) == len(pages)
-        request.commit()
-    return pages
 
 
 def test_a_tensor_needs_no_copy_of_a_page_either(served: ServedApp) -> None:
@@ -105,7 +79,7 @@ def test_a_page_is_there_when_every_rank_has_committed_its_part(served: ServedAp
             stack.enter_context(hicache.connect(served.address, NAMESPACE, group="g", tp_rank=rank, tp_size=2))
             for rank in range(2)
         ]
-        parts = [content(rank, 2, SIZE // 2) for rank in range(2)]
+        parts = [random_pages(2, seed=rank, size=SIZE // 2) for rank in range(2)]
         assert [cache.host.page_bytes for cache in ranks] == [SIZE // 2] * 2
         with ranks[0].request(tokens, logits=False) as request:
             request.allocate()
@@ -147,7 +121,7 @@ def test_a_scheduler_that_touches_no_page_leads_ranks_that_do(served: ServedApp)
             for rank, worker in enumerate(workers):
                 written = hicache.ThreadEvent()
                 with worker.join(ticket) as joined:
-                    assert joined.write_from(content(rank, 3, SIZE // 2)) == 3
+                    assert joined.write_from(random_pages(3, seed=rank, size=SIZE // 2)) == 3
                     joined.commit(ready=written)
                     with pytest.raises(InvalidInput, match="upto=10"):
                         joined.commit(upto=10)
@@ -167,7 +141,7 @@ def test_state_that_ranks_hold_alike_is_there_once_and_written_by_one(served: Se
         writes = [cache.state.link.connection.memory.writes for cache in ranks]  # type: ignore[union-attr]
         assert sorted(writes) == [False, True]
         size = LATENT.geometry.page_bytes(4)
-        pages = content(3, 2, size)
+        pages = random_pages(2, seed=3, size=size)
         with ranks[0].request(tokens, logits=False) as request:
             request.allocate()
             ticket = request.ticket()
@@ -270,7 +244,7 @@ def test_slots_of_one_service_are_never_taken_for_those_of_the_next(folder: Path
                 fresh = new.load()
                 assert not set(fresh.tolist()) & set(slots.tolist())
                 cache.host.page(slots[0])[:] = 0  # a late write of the old request
-                assert np.array_equal(cache.host.page(fresh[0]), content(8, 2, SIZE)[0])
+                assert np.array_equal(cache.host.page(fresh[0]), random_pages(2, seed=8, size=SIZE)[0])
             ticket = old.ticket()
             assert ticket is None
             old.close()
@@ -294,7 +268,7 @@ def test_a_ticket_of_an_earlier_service_joins_nothing(folder: Path) -> None:
             until(lambda: cache.statistics().connections == 2, "the next connection")
             with cache.join(ticket) as joined:
                 assert joined.lost
-                assert joined.write_from(content(1, 2, SIZE)) == 0
+                assert joined.write_from(random_pages(2, seed=1, size=SIZE)) == 0
                 joined.commit()
                 with pytest.raises(InvalidInput, match="started anew"):
                     joined.page(0)
