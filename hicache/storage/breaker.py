@@ -208,8 +208,8 @@ class BreakerBackend(WrapperBackend):
     Reads (`get_into`, `contains`) and writes (`put`, `touch`, `delete`) have a breaker each. It opens after so many
     calls in a row that raised, timed out, broke the contract, or failed every key for a reason that tells about the
     backend. While it is open, transfers are FAILED ("breaker_open"), `contains` and `touch` raise, `delete` is False.
-    After an interval one call at a time is let through; one that works closes it. `generation`, `clear` and what has no keys
-    always pass.
+    After an interval one call at a time is let through; one that works closes it. `generation`, `clear` and what has
+    no keys always pass.
 
     Thread-safe, without threads or waits of its own.
 
