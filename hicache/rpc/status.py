@@ -8,7 +8,7 @@ service, whose text stays in the service's log.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
 import grpc
@@ -101,11 +101,16 @@ def row_of(error: BaseException) -> Row:
     return _ROW_OF_ERROR[HicacheInternalError]
 
 
-def encode_error(error: BaseException) -> error_pb2.Error:
-    """The error as it travels. A bug is logged here with its traceback; foreign text never leaves the service."""
+def encode_error(error: BaseException, *, fields: Mapping[str, object] | None = None) -> error_pb2.Error:
+    """The error as it travels. A bug is logged here with its traceback; foreign text never leaves the service.
+
+    Args:
+        error: any exception.
+        fields: what logs shall say of the request, such as its id.
+    """
     row = row_of(error)
     if row.error is HicacheInternalError:
-        _log.error("a request failed by a bug", exc_info=error)
+        _log.error("a request failed by a bug", exc_info=error, extra=fields)
         ours = isinstance(error, HicacheInternalError)
         text = _sendable(str(error)) if ours else "an unexpected error, see the service's log"
         return error_pb2.Error(reason=row.reason, message=text, advice=row.advice)

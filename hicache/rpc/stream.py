@@ -286,8 +286,9 @@ class SessionStream:
 
     def _refuse(self, number: int, verb: str, error: Exception, began: float | None = None) -> None:
         session = None if self._session is None else self._session.welcome.session
-        _log.debug("%s", error, extra={"request": number, "verb": verb, "session": session})
-        self._send(number, pb.Reply(error=encode_error(error)))
+        fields = {"request": number, "verb": verb, "session": session}
+        _log.debug("%s", error, extra=fields)
+        self._send(number, pb.Reply(error=encode_error(error, fields=fields)))
         now = self._loop.time()
         self._meter.answered(verb, 0.0 if began is None else now - began, failed=True)
 
