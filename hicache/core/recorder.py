@@ -98,8 +98,9 @@ class RecordedCore(Core):
         self._inputs += 1
 
     def begin_anew(self, *, least: int = 0) -> None:
-        """Begin a segment, with room for an input of `least` bytes: the last one is full, or the core was changed by
-        other means than its inputs, so that a replay must begin after that.
+        """Begin a segment, with room for an input of `least` bytes.
+
+        The last one is full, or the core was changed by other means than its inputs: a replay must begin after that.
         """
         self._forget_dead()
         self._begin(checkpoint.encode(self._taker().state()), least=least)
