@@ -219,6 +219,12 @@ def test_pages_whose_slots_were_given_away_meanwhile_do_not_count(served: Served
             assert request.read_into(np.zeros((4, SIZE), np.uint8)) == 2
             assert request.read_into(np.zeros((1, SIZE), np.uint8), first=3) == 1
         assert cache.statistics().overwritten_pages == 2
+        with cache.request(prompt(3, 8)) as request:
+            slots = request.allocate()
+            request._verbs.pages._words[0] -= 1  # type: ignore[union-attr]
+            before = cache.host.read_page(slots[0])
+            assert request.write_from(random_pages(2)) == 0
+            assert np.array_equal(cache.host.read_page(slots[0]), before)
 
 
 # ---- services that end

@@ -244,11 +244,15 @@ class LeasedPages:
     def _scatter(self, sources: list[Bytes] | Bytes, begin: int, end: int) -> int:
         memory = self.connection.memory
         assert memory is not None
+        part = slice(begin - self.first, end - self.first)
         try:
-            memory.scatter(self._slots[begin - self.first : end - self.first], sources[: end - begin])
+            # The service keeps these slots for as long as this process lives; should it not, nobody's page suffers.
+            if self.connection.gone() or not memory.unchanged(self._slots[part], self._words[part]).all():
+                return 0
+            memory.scatter(self._slots[part], sources[: end - begin])
         except CacheClosed:
             return 0
-        return end - begin
+        return 0 if self.connection.gone() else end - begin
 
     # ---- bytes that are streamed
 
