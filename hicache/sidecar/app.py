@@ -30,7 +30,7 @@ from hicache.sidecar.lifeline import LifelineServer
 from hicache.sidecar.metrics import Histogram, Metrics, histograms
 from hicache.sidecar.quotas import Quotas, agreed_quotas
 from hicache.sidecar.service import SidecarService
-from hicache.sidecar.sockets import claim
+from hicache.sidecar.sockets import Claim, claim
 from hicache.sidecar.takeover import Inheritance, TakeoverServer, inherit_at
 from hicache.sidecar.tenants import Authenticator, TokenFile
 from hicache.sidecar.usage import stored_by_tenant
@@ -49,6 +49,11 @@ _LET_GO = 1.0
 
 _PATIENCE = 30.0
 """Seconds for a service to end behind its drain: it hashes all of its memory."""
+
+_DYING = 5.0
+"""Seconds for a service that was killed to be gone: the kernel ends its connections before its locks."""
+
+_TRY_AGAIN = 0.02
 
 STORE_NAME = "hicache"
 """Of the descriptors that systemd keeps."""
@@ -122,7 +127,7 @@ class App:
         inheritance = await self._inheritance(takeover)
         for address in self._listening:
             if address.is_unix:
-                undo.callback(claim(address.path).release)
+                undo.callback((await _claimed(address.path, seconds=_DYING if takeover else 0.0)).release)
         storage = self._storage = await self._open_storage()
         lifelines = LifelineServer(limit=config.limits.connections, grace=config.leases.grace)
         name = redacted(storage_url(config) or "")
@@ -325,6 +330,19 @@ class App:
             await self.service.changed(end)
 
 
+async def _claimed(path: str, *, seconds: float) -> Claim:
+    """Claim a path, which another process may have for so long."""
+    loop = asyncio.get_running_loop()
+    end = loop.time() + seconds
+    while True:
+        try:
+            return claim(path)
+        except ConfigError:
+            if loop.time() >= end:
+                raise
+        await asyncio.sleep(_TRY_AGAIN)
+
+
 async def _cancelled(task: asyncio.Task[Any]) -> None:
     task.cancel()
     await asyncio.wait([task])
@@ -369,7 +387,7 @@ async def serve(config: Config, *, takeover: bool = False, started: Callable[[Ap
     Args:
         config: checked settings.
         takeover: let the service that runs at the first Unix socket end, and take its memory over.
-        started: called when it takes requests.
+        started: called when it takes requests; again where the next service did not take over, and this one goes on.
 
     Raises:
         ConfigError, StorageError: it cannot start; nothing of it is left.

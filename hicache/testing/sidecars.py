@@ -61,6 +61,7 @@ class ServiceProcess:
         takeover: whether it takes over from the one that runs in the folder.
         host: its memory.
         listen: whether it is told where to listen; else the options do.
+        wait: whether to wait until it is ready; else call `started`.
 
     Attributes:
         address: where it listens.
@@ -68,13 +69,28 @@ class ServiceProcess:
     """
 
     def __init__(
-        self, folder: Path, *options: str, takeover: bool = False, host: str = "64MiB", listen: bool = True
+        self,
+        folder: Path,
+        *options: str,
+        takeover: bool = False,
+        host: str = "64MiB",
+        listen: bool = True,
+        wait: bool = True,
     ) -> None:
         self.address = f"unix://{folder / 'service.sock'}"
         command = [sys.executable, "-m", "hicache", "serve", "--host", host, "--json", *options]
         command += ["--listen", self.address] if listen else []
         command += ["--takeover"] if takeover else []
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)  # noqa: S603  ours
+        if wait:
+            self.started()
+
+    def started(self) -> None:
+        """Wait until it is ready, for the first time or again.
+
+        Raises:
+            RuntimeError: it has ended instead.
+        """
         self.ready = self._line()
 
     def _line(self) -> dict[str, Any]:
@@ -127,11 +143,15 @@ class ServiceProcess:
     def __enter__(self) -> ServiceProcess:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """End it, if it has not ended. Idempotent."""
         if self.process.poll() is None:
             self.kill()
         if self.process.stdout is not None:
             self.process.stdout.close()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class WorkerProcess:
