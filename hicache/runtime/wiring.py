@@ -105,20 +105,13 @@ def wire(
     flushes = options.device_to_host.on_eviction or options.host_to_storage.on_eviction
     failed = None if flight is None else flight.failed
     reducer = Reducer(core, wait=waiter(clock), publish=publisher.publish, flushes=flushes, failed=failed)
-    token_bytes = TOKEN_SIZE * namespace.page_size
-    width = token_bytes + (EXTRAS_SIZE if options.extras else 0)
-    store: TokenStore | None = None
-    if hashes:
-        assert pools.host is not None
-        width, store = HASH_SIZE, TokenStore(pools.host.slots, namespace.page_size)
-        core.registry.tokens = store.tokens
-    storage = canary = None
-    warnings: tuple[str, ...] = ()
+    width, store = _symbols(namespace, options, core, pools.host if hashes else None)
+    storage = canary = plan = None
     if port is not None:
         assert pools.host is not None
         plan = plan_shards(namespace.geometry, namespace.page_size)
-        warnings = plan.warnings
-        storage = _storage_io(plan, options, pools.host, port, clock, store or SymbolTokens(token_bytes))
+        tokens = store or SymbolTokens(TOKEN_SIZE * namespace.page_size)
+        storage = _storage_io(plan, options, pools.host, port, clock, tokens)
         undo.callback(storage.close, lambda thread: thread.join(1.0))
         reducer.look = storage.look
         canary = Canary(port, storage, shard=plan.anchor)
@@ -134,23 +127,7 @@ def wire(
     )
     if storage is not None:
         storage.manifest = scopes.manifest
-    executor = Executor(
-        reducer,
-        copies=pools.copies,
-        storage=storage,
-        page_bytes=pools.page_bytes,
-        copy_bound=options.copy_bound,
-    )
-    planner = Planner(
-        page_size=namespace.page_size,
-        fetch_pages=config.fetch_pages,
-        rate=options.prefill_tokens_per_second,
-        now=clock.now,
-    )
-    executor.planner = planner
-    loader = Loader(
-        reducer, storage=storage, options=options, clock=clock, page_size=namespace.page_size, planner=planner
-    )
+    executor, loader = _execution(namespace, options, reducer, pools, storage, clock)
     parts = Parts(
         namespace=namespace,
         options=options,
@@ -167,7 +144,7 @@ def wire(
         width=width,
         flight=flight,
         canary=canary,
-        warnings=warnings,
+        warnings=() if plan is None else plan.warnings,
         tokens=store,
     )
     if port is not None and port.backend is None:
@@ -184,6 +161,44 @@ def _core(config: CoreConfig, options: Options, words: Words | None, undo: ExitS
     undo.callback(flight.close)
     size = options.flight_recorder.segment_bytes
     return flight, RecordedCore(config, flight, words=words, segment_bytes=size, on_failure=flight.failed)
+
+
+def _symbols(
+    namespace: Namespace, options: Options, core: Core, hashed: HostPool | None
+) -> tuple[int, TokenStore | None]:
+    """Bytes of a page's symbol and, where symbols are hashes, the tokens beside the slots of `hashed`."""
+    if hashed is None:
+        return TOKEN_SIZE * namespace.page_size + (EXTRAS_SIZE if options.extras else 0), None
+    store = TokenStore(hashed.slots, namespace.page_size)
+    core.registry.tokens = store.tokens
+    return HASH_SIZE, store
+
+
+def _execution(
+    namespace: Namespace,
+    options: Options,
+    reducer: Reducer,
+    pools: Pools,
+    storage: StorageIO | None,
+    clock: Clock,
+) -> tuple[Executor, Loader]:
+    """What carries out what the core wants, and what brings pages up, with one planner for both."""
+    page_size = namespace.page_size
+    executor = Executor(
+        reducer,
+        copies=pools.copies,
+        storage=storage,
+        page_bytes=pools.page_bytes,
+        copy_bound=options.copy_bound,
+    )
+    executor.planner = planner = Planner(
+        page_size=page_size,
+        fetch_pages=reducer.core.config.fetch_pages,
+        rate=options.prefill_tokens_per_second,
+        now=clock.now,
+    )
+    loader = Loader(reducer, storage=storage, options=options, clock=clock, page_size=page_size, planner=planner)
+    return executor, loader
 
 
 def _storage_io(
