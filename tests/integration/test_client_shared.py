@@ -227,6 +227,21 @@ def test_pages_whose_slots_were_given_away_meanwhile_do_not_count(served: Served
             assert np.array_equal(cache.host.read_page(slots[0]), before)
 
 
+def test_what_was_copied_while_the_service_ended_does_not_count(
+    served: ServedApp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with hicache.connect(served.address, NAMESPACE) as cache:
+        tokens = prompt(1, 8)
+        store(cache, tokens)
+        with cache.request(tokens, logits=False) as reader, cache.request(prompt(2, 8)) as writer:
+            reader.load()
+            writer.allocate()
+            # The lifeline says it before the client's own thread has seen it.
+            monkeypatch.setattr(cache.state.link.connection, "gone", lambda: True)
+            assert reader.read_into(np.zeros((2, SIZE), np.uint8)) == 0
+            assert writer.write_from(random_pages(2)) == 0
+
+
 # ---- services that end
 
 
