@@ -14,7 +14,7 @@ from hicache.rpc.service import Finding, RequestScope
 from hicache.units import format_size
 
 if TYPE_CHECKING:
-    from hicache.sidecar.pools import Pool
+    from hicache.sidecar.pool import Pool
     from hicache.sidecar.service import SidecarService
 
 PATIENCE: Final = 5.0

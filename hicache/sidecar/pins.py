@@ -18,7 +18,7 @@ from hicache.units import format_size
 if TYPE_CHECKING:
     from hicache.core.residency import Slots
     from hicache.runtime.hosting import HostedRequest
-    from hicache.sidecar.pools import Pool
+    from hicache.sidecar.pool import Pool
 
 
 @dataclass(frozen=True, slots=True)
