@@ -16,10 +16,10 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
@@ -30,6 +30,8 @@ from hicache.core.symbols import symbols
 from hicache.errors import HicacheError, OutOfSlots
 
 __all__ = ["ServiceProcess", "WorkerProcess", "namespace_of", "page_content"]
+
+T = TypeVar("T")
 
 START_SECONDS: Final = 30.0
 _PAGE_SIZE: Final = 16
@@ -214,6 +216,50 @@ class WorkerProcess:
         self.kill()
 
 
+class Latencies:
+    """How long the calls of one thread took that began while the service was away.
+
+    Attributes:
+        seconds: of each call, without the time in which the thread would have run and had no core.
+        longest: of any, with that time.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.longest = 0.0
+
+    def timed(self, call: Callable[[], T], *, away: bool) -> T:
+        """Call, and note how long it took if the service is away."""
+        waited, began = _waited_for_a_core(), time.perf_counter()
+        try:
+            return call()
+        finally:
+            took = time.perf_counter() - began
+            if away:
+                self.seconds.append(took - (_waited_for_a_core() - waited))
+                self.longest = max(self.longest, took)
+
+    def document(self) -> dict[str, float]:
+        """Quantiles in seconds."""
+        ordered = sorted(self.seconds) or [0.0]
+        return {
+            "calls": len(self.seconds),
+            "p50": ordered[len(ordered) // 2],
+            "p99": ordered[len(ordered) * 99 // 100],
+            "most": ordered[-1],
+            "longest": self.longest,
+        }
+
+
+def _waited_for_a_core() -> float:
+    """Seconds for which this thread could have run and did not."""
+    try:
+        with open("/proc/thread-self/schedstat", "rb") as file:
+            return int(file.read().split()[1]) / 1e9
+    except OSError:
+        return 0.0
+
+
 class Worker:
     """One client's work: prompts of a family that share beginnings, so that workers hit each other's pages."""
 
@@ -225,9 +271,11 @@ class Worker:
         self._families = options.families
         self._most = options.pages
         self._slow = options.hold
+        self._report = options.report
         self._stop = stop
         self.counts: Counter[str] = Counter()
         self.longest = 0.0
+        self.away = Latencies()
         self.client: dict[str, Any] = {}
         self._cache = connect(
             options.address, self._namespace, deadline=options.deadline, token_file=options.token_file
@@ -247,6 +295,9 @@ class Worker:
         self.client = asdict(self._cache.statistics())
         self._cache.close()
 
+    def _timed(self, call: Callable[[], T]) -> T:
+        return self.away.timed(call, away=not self._cache.connected)
+
     def _request(self) -> None:
         counts, random = self.counts, self._random
         family, branch = int(random.integers(self._families)), int(random.integers(4))
@@ -256,23 +307,26 @@ class Worker:
         prompt = Prompt(symbols(tokens, _PAGE_SIZE), 4 * _PAGE_SIZE, self._namespace.derive().hasher())
         hashes = prompt.hashes(0, pages)
         size = self._namespace.geometry.page_bytes(_PAGE_SIZE)
-        with self._cache.request(tokens, logits=False) as request:
+        with self._timed(lambda: self._cache.request(tokens, logits=False)) as request:
             counts["requests"] += 1
-            found = len(request.load())
+            found = len(self._timed(request.load))
             buffers = np.empty((found, size), np.uint8)
-            read = request.read_into(buffers)
+            read = self._timed(lambda: request.read_into(buffers))
             for page in range(read):
                 if not np.array_equal(buffers[page], page_content(hashes[page], size)):
                     counts["wrong"] += 1
+                    if self._report:  # told at once: this process may be killed before its end
+                        Path(self._report).touch()
             counts["read"] += read
-            fresh = request.allocate()
+            fresh = self._timed(request.allocate)
             if len(fresh):
                 first = pages - len(fresh)
                 content = np.stack([page_content(name, size) for name in hashes[first:]])
-                counts["written"] += request.write_from(content, first=first)
-                request.commit()
+                counts["written"] += self._timed(lambda: request.write_from(content, first=first))
+                self._timed(request.commit)
             if self._slow:
                 self._stop.wait(float(random.random()) * self._slow)
+            self._timed(request.close)
 
 
 def main() -> int:
@@ -286,6 +340,7 @@ def main() -> int:
     parser.add_argument("--hold", type=float, default=0.0)
     parser.add_argument("--deadline", type=float, default=1.0)
     parser.add_argument("--token-file")
+    parser.add_argument("--report", help="file that is made when a page has wrong bytes")
     parser.add_argument("--sessions", type=int, default=1)
     options = parser.parse_args()
     stop = threading.Event()
@@ -303,7 +358,12 @@ def main() -> int:
     for worker in workers:
         counts.update(worker.counts)
     longest = max(worker.longest for worker in workers)
-    sys.stdout.write(json.dumps({"counts": counts, "longest": longest, "client": workers[0].client}) + "\n")
+    away = Latencies()
+    for worker in workers:
+        away.seconds += worker.away.seconds
+        away.longest = max(away.longest, worker.away.longest)
+    result = {"counts": counts, "longest": longest, "client": workers[0].client, "away": away.document()}
+    sys.stdout.write(json.dumps(result) + "\n")
     return 0
 
 
