@@ -20,7 +20,7 @@ class Fault:
     """What happens to bytes on their way. All counts are per connection, from its start or from when the fault was set.
 
     Attributes:
-        delay: seconds that each piece of a reply waits.
+        delay: seconds that each piece of a reply waits, or until another fault is set.
         cut_request: bytes of requests that pass; then the connection is cut, before the rest is forwarded.
         cut_reply: bytes of replies that pass; then the connection is cut. 0 = the server acts, and its reply is lost.
         hold_requests, hold_replies: nothing passes in this direction, and nothing is closed.
@@ -156,12 +156,18 @@ class Proxy:
         if requests:
             return data if fault.cut_request is None or not self._may_strike() else data[: fault.cut_request - passed]
         if fault.delay:
-            self._closed.wait(fault.delay)
+            self._delay(fault.delay)
         if fault.flip is not None and passed <= fault.flip < passed + len(data) and self._strikes():
             spoilt = bytearray(data)
             spoilt[fault.flip - passed] ^= 0x10
             data = bytes(spoilt)
         return data if fault.cut_reply is None or not self._may_strike() else data[: fault.cut_reply - passed]
+
+    def _delay(self, seconds: float) -> None:
+        """Wait so long, or until the fault is another one."""
+        with self._changed:
+            delayed = self._round
+            self._changed.wait_for(lambda: self._round != delayed or self._closed.is_set(), seconds)
 
     def _hold(self) -> None:
         """Wait until the fault is another one."""

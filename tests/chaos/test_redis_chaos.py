@@ -24,13 +24,13 @@ OPTIONS = ChaosOptions(
     requests=100,
     request_deadline=0.4,
     call_deadline=1.0,
-    probe_seconds=0.5,
+    probe_seconds=1.0,  # on a busy machine
     # Not below the longest pause that a node can come to in so short a time: see hicache_redis.pool.
     breaker=BreakerPolicy(failures=3, interval=1.5, timeout=60),
 )
 MAXMEMORY = 1 << 30
 HOLD = 0.4
-FREEZE = 0.8
+FREEZE = 1.2
 OVER_TLS = ("killed and restarted", "frozen", "cut after forwarding", "bits flipped")
 
 
