@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ import hicache
 from hicache.errors import (
     ServiceUnavailable,
 )
-from hicache.rpc.service import Draining, Revoked
+from hicache.rpc.service import Draining, Leased, Reserved, Revoked
 from hicache.testing.clients import NAMESPACE, PATIENCE, SIZE, connected, random_pages, store, until
 from hicache.testing.engine import prompt
 from hicache.testing.rpcservice import FakeService
@@ -209,7 +210,62 @@ def test_a_draining_service_gets_nothing_new_and_its_requests_end_in_order(
     assert len(served.service.pages) == 2
 
 
+# ---- what the service says and does not fit
+
+
+def test_slots_of_other_pages_than_those_asked_for_are_not_written(
+    served: Served, cache: hicache.ConnectedCache
+) -> None:
+    session = served.service.sessions[1]
+    reserve = session.reserve
+
+    async def elsewhere(lease: int, pages: int, *, until: float | None) -> Reserved:
+        return replace(await reserve(lease, pages, until=until), first_page=1)
+
+    served.do(lambda: setattr(session, "reserve", elsewhere))
+    with cache.request(prompt(1, 8)) as request:
+        assert not len(request.allocate())
+        assert "page 1" in str(request.lost)
+        request.commit()
+    until(lambda: len(served.service.free) == 64, "the release")
+    assert not served.service.pages
+
+
+def test_a_request_that_the_service_sends_past_the_cache_gives_its_lease_back(
+    served: Served, cache: hicache.ConnectedCache
+) -> None:
+    session = served.service.sessions[1]
+    lease = session.lease
+
+    async def past(*arguments: Any, **options: Any) -> Leased:
+        return replace(await lease(*arguments, **options), bypassed=True)
+
+    served.do(lambda: setattr(session, "lease", past))
+    with cache.request(prompt(1, 8)) as request:
+        assert request.bypassed
+        assert not len(request.allocate())
+    assert request.counts.missed == {hicache.MissReason.BYPASSED: 1}
+    until(lambda: not session.leases, "the release")
+
+
 # ---- what the service takes back
+
+
+def test_a_lease_that_was_revoked_before_another_rank_could_join_it_is_of_no_use(
+    served: Served, cache: hicache.ConnectedCache
+) -> None:
+    acknowledged: list[int] = []
+    served.do(lambda: setattr(served.service.sessions[1], "acknowledge", acknowledged.extend))
+    with cache.request(prompt(1, 8)) as request:
+        request.allocate()
+        ticket = request.ticket()
+        assert ticket is not None
+        served.do(lambda: served.service.sessions[1].notices.put_nowait(Revoked((ticket.lease,), "a rank was lost")))
+        until(lambda: request.lost is not None, "the revocation")
+        with cache.join(ticket) as joined:
+            assert joined.lost
+            assert joined.write_from(random_pages(2)) == 0
+    until(lambda: len(acknowledged) >= 2, "the acknowledgements")
 
 
 def test_a_revoked_lease_is_acknowledged_and_nothing_more_is_done_with_it(

@@ -27,6 +27,9 @@ MESSAGE_BYTES: Final = 4 * 2**20 - 65_536
 """Bytes of one message before the service has told its limit: what any gRPC peer takes, and room for framing."""
 
 
+_SLACK: Final = 256  # deadlines of calls that were answered, kept until it pays to drop them
+
+
 class Away(ServiceUnavailable):
     """There is no session: the call was not answered, and will not be."""
 
@@ -130,10 +133,16 @@ class SessionProtocol:
                 self._calls[message.id] = call
                 self._queue.append(message.id)
                 if expires < inf:
-                    heapq.heappush(self._expiring, (expires, message.id))
+                    self._watch(expires, message.id)
                 return call.future
         call.future.set_exception(Away(self._ended))
         return call.future
+
+    def _watch(self, expires: float, number: int) -> None:
+        if len(self._expiring) > _SLACK + 2 * len(self._calls):  # most were answered long before their time
+            self._expiring = [entry for entry in self._expiring if entry[1] in self._calls]
+            heapq.heapify(self._expiring)
+        heapq.heappush(self._expiring, (expires, number))
 
     def take(self) -> pb.OpenRequest | None:
         """The next message to send: all that waits, as far as the limits allow; None for nothing."""

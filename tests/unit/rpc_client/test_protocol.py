@@ -194,3 +194,17 @@ def test_a_waiter_that_is_cancelled_does_not_cancel_the_call() -> None:
     (request,) = wire.sent()
     wire.answer(echoed(request))
     assert future.result(0).id == request.id
+
+
+def test_deadlines_of_calls_that_were_answered_do_not_pile_up() -> None:
+    wire = Wire()
+    waiting = wire.echo(b"waits", expires=1.0)
+    (first,) = wire.sent()
+    for _ in range(5000):
+        wire.echo(expires=1000.0)
+        wire.answer(*map(echoed, wire.sent()))
+        wire.protocol.expire(0.5)
+    assert len(wire.protocol._expiring) < 1000
+    assert wire.protocol.expire(0.9) == 1.0
+    wire.answer(echoed(first))
+    assert waiting.result(0).echoed.data == b"waits"
