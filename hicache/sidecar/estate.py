@@ -55,10 +55,19 @@ class HeldProcess(msgspec.Struct, frozen=True, array_like=True):
 
 
 class KeptSlots(msgspec.Struct, frozen=True, array_like=True):
-    """Slots that processes may still touch: nobody gets them before those are gone."""
+    """Slots that processes may still touch: nobody gets them before those are gone.
+
+    Attributes:
+        slots: int64 little endian.
+        processes: those that have a number here.
+        descriptors: how many pidfds of others come with the pool's descriptors.
+        unseen: how many there are beside, of which nothing can be known.
+    """
 
     slots: bytes
     processes: list[HeldProcess]
+    descriptors: int = 0
+    unseen: int = 0
 
 
 class HeldPool(msgspec.Struct, frozen=True, array_like=True):
@@ -89,8 +98,8 @@ class HeldPool(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def descriptors(self) -> int:
-        """How many it comes with: the words, then the arenas."""
-        return 1 + len(self.strides)
+        """How many it comes with: the words, then the arenas, then those of `kept`."""
+        return 1 + len(self.strides) + sum(kept.descriptors for kept in self.kept)
 
 
 class _Document(msgspec.Struct, frozen=True):

@@ -29,6 +29,11 @@ class Life(Protocol):
         ...
 
     @property
+    def pidfd(self) -> int | None:
+        """A descriptor of it, which stays the lifeline's; None where the kernel gives none."""
+        ...
+
+    @property
     def gone(self) -> bool:
         """Whether it can touch nothing any more."""
         ...

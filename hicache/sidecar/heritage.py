@@ -11,17 +11,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hicache.core.arenas import ArenaPlan
-from hicache.core.residency import NO_SLOTS, Slots
+from hicache.core.residency import NO_SLOTS
 from hicache.errors import HicacheError
 from hicache.memory.arena import Arena, Words
 from hicache.memory.arenapool import ArenaHostPool
 from hicache.rpc.convert.identity import namespace_from_bytes, namespace_to_bytes
-from hicache.runtime.inheriting import bequeath, free, inherit, keep, slots_in
-from hicache.sidecar.estate import Estate, HeldPool, HeldProcess, KeptSlots, sums_of
-from hicache.sidecar.processes import ProcessWatch
+from hicache.runtime.inheriting import bequeath, inherit, slots_in
+from hicache.sidecar.estate import Estate, HeldPool, KeptSlots, sums_of
+from hicache.sidecar.kept import Kept, kept_for, slots_of
 from hicache.sidecar.waiting import Changes
 
 if TYPE_CHECKING:
+    from hicache.sidecar.groups import Life
     from hicache.sidecar.leases import HeldLease
     from hicache.sidecar.pool import Pool
     from hicache.sidecar.pools import PoolTable
@@ -32,26 +33,27 @@ _log = logging.getLogger("hicache.sidecar")
 # ---- leaving
 
 
-def left_of(pool: Pool, leases: list[HeldLease]) -> KeptSlots | None:
-    """The slots of a pool that processes may still touch, before its cache ends; None for none."""
+Left = list[tuple[KeptSlots, list[int]]]
+"""Slots that the next service has to keep, each with pidfds."""
+
+
+def left_of(pool: Pool, leases: list[HeldLease]) -> Left:
+    """The slots of a pool that processes may still touch, before its cache ends."""
     slots = [NO_SLOTS]
-    processes: set[HeldProcess] = set()
+    lives: list[Life] = []
     for lease in leases:
         touching = lease.group.touching() if lease.ended is None else lease.awaits
         if lease.group.pool is pool and touching:
             slots += [lease.request.usable, lease.request.own]
-            processes.update(HeldProcess.of(member.life.peer.pid) for member in touching if member.life is not None)
-    kept = np.unique(np.concatenate(slots))
-    return (
-        KeptSlots(kept.astype("<i8").tobytes(), sorted(processes, key=lambda process: process.pid))
-        if len(kept)
-        else None
-    )
+            lives += [member.life for member in touching if member.life is not None]
+    found = [left for kept in pool.kept if (left := kept.left()) is not None]
+    held = np.unique(np.concatenate(slots))
+    return [*found, kept_for(held, lives)] if len(held) else found
 
 
-def leave(pool: Pool, kept: KeptSlots | None) -> tuple[HeldPool, list[int]]:
+def leave(pool: Pool, left: Left) -> tuple[HeldPool, list[int]]:
     """What a pool leaves, when its cache has ended, and its descriptors. Blocks: every page is hashed."""
-    slots = NO_SLOTS if kept is None else _slots(kept.slots)
+    slots = np.concatenate([NO_SLOTS, *(slots_of(kept) for kept, _ in left)])
     pool.words.retire()
     scopes = bequeath(pool.cache, without=slots)
     held = HeldPool(
@@ -64,9 +66,10 @@ def leave(pool: Pool, kept: KeptSlots | None) -> tuple[HeldPool, list[int]]:
         huge_pages=pool.huge_pages,
         scopes=scopes,
         sums=sums_of(pool.host, slots_in(scopes)).astype("<u8").tobytes(),
-        kept=[] if kept is None else [kept],
+        kept=[kept for kept, _ in left],
     )
-    return held, [pool.words.fd, *(arena.fd for arena in pool.host.arenas)]
+    pidfds = [fd for _, fds in left for fd in fds]
+    return held, [pool.words.fd, *(arena.fd for arena in pool.host.arenas), *pidfds]
 
 
 def estate_of(parts: list[tuple[HeldPool, list[int]]], *, storage: str) -> Estate:
@@ -112,7 +115,12 @@ async def _take_over(table: PoolTable, held: HeldPool, fds: list[int], *, stored
         pages = await asyncio.to_thread(inherit, pool.cache, held.scopes, stored=stored)
         pool.proofs.demand(slots_in(held.scopes), np.frombuffer(held.sums, "<u8"))
         for kept in held.kept:
-            _keep(pool, kept)
+            pidfds, fds[1:] = fds[1 : 1 + kept.descriptors], fds[1 + kept.descriptors :]
+            try:
+                pool.kept.append(Kept(pool.cache, kept, pidfds, grace=table.grace))
+            finally:
+                for fd in pidfds:
+                    os.close(fd)
         table.enter(pool, f"model {pool.namespace.model!r:.60}, taken over")
     except BaseException:
         await asyncio.to_thread(pool.close, 0.0)
@@ -140,25 +148,3 @@ def _pool(table: PoolTable, held: HeldPool, fds: list[int], changes: Changes) ->
         for arena in arenas:
             arena.close()
         raise
-
-
-def _keep(pool: Pool, kept: KeptSlots) -> None:
-    """Keep slots until each of the processes is gone."""
-    slots = _slots(kept.slots)
-    keep(pool.cache, slots)
-    loop = asyncio.get_running_loop()
-    living = {process: fd for process in kept.processes if (fd := process.pidfd()) is not None}
-
-    def gone(process: HeldProcess) -> None:
-        del living[process]
-        if not living and not pool.cache.closed:
-            free(pool.cache, slots)
-
-    for process, fd in living.items():
-        pool.watches.append(ProcessWatch(loop, fd, lambda process=process: gone(process)))  # type: ignore[misc]
-    if not living:
-        free(pool.cache, slots)
-
-
-def _slots(data: bytes) -> Slots:
-    return np.frombuffer(data, "<i8").astype(np.int64)

@@ -64,6 +64,11 @@ class Lifeline:
         self._watch = None if pidfd is None else ProcessWatch(loop, pidfd, self._process_gone)
         loop.add_reader(connection.fileno(), self._readable)
 
+    @property
+    def pidfd(self) -> int | None:
+        """A descriptor of its process, which stays the lifeline's; None where there is none, or it is gone."""
+        return None if self._watch is None else self._watch.pidfd
+
     def when_ended(self, call: Callable[[], None]) -> None:
         """Call this once it has ended; at once if it has."""
         _call_when(self.ended, self._when_ended, call)

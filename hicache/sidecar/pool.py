@@ -29,10 +29,10 @@ from hicache.runtime.scopes import Scope
 from hicache.sidecar.estate import Proofs
 from hicache.sidecar.groups import Rank
 from hicache.sidecar.mirror import DeviceMirror
-from hicache.sidecar.processes import ProcessWatch
 from hicache.sidecar.waiting import Changes
 
 if TYPE_CHECKING:
+    from hicache.sidecar.kept import Kept
     from hicache.sidecar.lifeline import Lifeline
 
 _log = logging.getLogger("hicache.sidecar")
@@ -61,7 +61,7 @@ class Pool:
         idle_since: when the last one left, by the loop's clock.
         host, words: the memory; `huge_pages`: whether it is in those.
         share: what it has of the budget.
-        watches: of processes of an earlier service's clients.
+        kept: slots that clients of an earlier service may still touch.
         proofs: what pages of an earlier service must be before they are used.
         words_id: under which lifelines give the generation words.
         warnings: what works but costs, in words.
@@ -97,7 +97,7 @@ class Pool:
         self.huge_pages = huge_pages
         self.words = words
         self.proofs = Proofs(host, words.values)
-        self.watches: list[ProcessWatch] = []
+        self.kept: list[Kept] = []
         self._ranks: dict[Rank, RankPages] = {}
         self._stop = threading.Event()
         self._populating: threading.Thread | None = None
@@ -240,8 +240,8 @@ class Pool:
     def close(self, deadline: float) -> int:
         """`end`, then give the memory back; it stays while a call into storage still writes there."""
         abandoned = self.end(deadline)
-        for watch in self.watches:
-            watch.close()
+        for kept in self.kept:
+            kept.close()
         if not abandoned:
             # Views keep memory mapped, and others wait for it.
             for pages in self._ranks.values():

@@ -46,6 +46,7 @@ class PoolTable:
 
     Attributes:
         budget: host memory of all of them.
+        grace: seconds for which clients of an earlier service are waited for that cannot be seen.
         gives_way: whether a pool may be closed to make room; set by the service.
     """
 
@@ -67,6 +68,7 @@ class PoolTable:
         self._pools: dict[Key, Pool] = {}
         self._making: dict[Key, asyncio.Task[Pool]] = {}
         self._ids = itertools.count(1)
+        self.grace = config.leases.grace
         self.budget = HostBudget(int(config.host.bytes))
         self.gives_way: Callable[[Pool], bool] = _never
 

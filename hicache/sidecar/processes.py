@@ -91,6 +91,11 @@ class ProcessWatch:
         self._call = call
         loop.add_reader(pidfd, self._gone)
 
+    @property
+    def pidfd(self) -> int:
+        """The descriptor, which stays the watch's; -1 when it looks no more."""
+        return self._pidfd
+
     def _gone(self) -> None:
         self.close()
         self._call()

@@ -47,6 +47,7 @@ class FakeLifeline:
     """A client's process, without the process."""
 
     peer = Peer(0, 0, 0)
+    pidfd: int | None = None
 
     def __init__(self) -> None:
         self.gone = False

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from hicache.config import Host, Size
+from hicache.config import Host, Leases, Size
 from hicache.core.residency import NO_SLOTS
 from hicache.errors import ConfigError
 from hicache.memory.arena import Arena
@@ -158,6 +158,67 @@ def test_slots_of_living_clients_stay_theirs() -> None:
         finally:
             writer.kill()
             writer.communicate()
+
+    run(test)
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_slots_stay_theirs_over_several_restarts(seen: bool) -> None:
+    """Also where the process has no number here, as one of another container, and the next service ends as well."""
+
+    async def test() -> None:
+        before = open_files()
+        one, two = Left(), Left()
+        writer = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+        try:
+            pidfd = os.pidfd_open(writer.pid)
+            async with running(leave=one, orderly=False) as (service, lifelines):
+                key, line = lifelines.connect()
+                line.peer = Peer(writer.pid if seen else 0, os.getuid(), os.getgid())
+                line.pidfd = pidfd
+                client = await Client.attach(service, Caller(lifeline_key=key), streamed=False)
+                lease = await client.lease(prompt(5))
+                await client.session.reserve(lease.lease, 5, until=None)
+            os.close(pidfd)
+            async with running(inherits=one.estate, leave=two) as (service, _):
+                (pool,) = service.pools
+                assert pool.cache.statistics().core.host.private == 5
+                await (await Client.attach(service)).store(prompt(6))
+            async with running(inherits=two.estate) as (service, _):
+                (pool,) = service.pools
+                assert pool.cache.statistics().core.host.private == 5
+                assert await (await Client.attach(service)).check(prompt(6)) == 6
+                writer.kill()
+                writer.wait()
+                until = asyncio.get_running_loop().time() + 10
+                while pool.cache.statistics().core.host.private:
+                    assert asyncio.get_running_loop().time() < until
+                    await pool.changes.wait(until)
+        finally:
+            writer.kill()
+            writer.communicate()
+        assert open_files() == before
+
+    run(test)
+
+
+def test_processes_that_cannot_be_seen_are_waited_for() -> None:
+    """Where nothing tells whether a client lives, its slots are free after the grace."""
+
+    async def test() -> None:
+        left = Left()
+        async with running(leave=left, orderly=False) as (service, lifelines):
+            key, _ = lifelines.connect()
+            client = await Client.attach(service, Caller(lifeline_key=key), streamed=False)
+            lease = await client.lease(prompt(5))
+            await client.session.reserve(lease.lease, 5, until=None)
+        async with running(inherits=left.estate, leases=Leases(grace=0.05)) as (service, _):
+            (pool,) = service.pools
+            assert pool.cache.statistics().core.host.private == 5
+            until = asyncio.get_running_loop().time() + 10
+            while pool.cache.statistics().core.host.private:
+                assert asyncio.get_running_loop().time() < until
+                await pool.changes.wait(until)
 
     run(test)
 
