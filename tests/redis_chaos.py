@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TRACE = ROOT / "benchmarks" / "traces" / "conversation_1000.jsonl"
 PLACES = ("single", "cluster", "sentinel", "tls")
 HOT = 60  # requests that come again and again, with more pages than both pools have: storage is always asked
+PROBE = 0.5  # seconds that a probe itself may take on a machine that does other things as well
 CALL_DEADLINE = 3.0  # the default of the URL's parameter
 
 
@@ -47,6 +48,7 @@ def one(kind: str, trace: list[TraceRequest], options: argparse.Namespace) -> Ch
         requests=options.requests,
         request_deadline=options.deadline,
         call_deadline=CALL_DEADLINE,
+        probe_seconds=PROBE,
     )
     with tempfile.TemporaryDirectory(prefix="hicache-chaos-") as folder, opened(kind, Path(folder), options) as place:
         return replay_at(place.url, wanted, mixed(trace, hot=HOT), place.steps)
