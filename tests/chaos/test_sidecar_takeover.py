@@ -22,7 +22,7 @@ from hicache.sidecar import takeover
 from hicache.sidecar.processes import Peer
 from hicache.sidecar.takeover import inherit_at
 from hicache.testing.admin import Admin, within
-from hicache.testing.sidecars import ServiceProcess, namespace_of, page_content
+from hicache.testing.sidecars import ServiceProcess, WorkerProcess, namespace_of, page_content
 
 pytestmark = [pytest.mark.chaos, pytest.mark.slow]
 
@@ -207,6 +207,22 @@ def test_two_services_want_to_take_over(folder: Path) -> None:
         finally:
             for heir in heirs:
                 heir.close()
+
+
+def test_service_that_waits_for_a_client_is_taken_over_at_the_end_of_its_drain(folder: Path) -> None:
+    """What that client has reserved stays its own under the next service too, until its process is gone."""
+    with ServiceProcess(folder, "--drain", "1") as old, Admin(old) as before:
+        fill(old)
+        options = ["--hold", "60", "--page-bytes", str(PAGE_BYTES), "--families", "1", "--pages", "100"]
+        with WorkerProcess(old.address, seed=4, options=options) as client:
+            within(20.0, lambda: before.leases()["open"] == 1 and before.host()["resident"] > PAGES)
+            with ServiceProcess(folder, "--drain", "1", takeover=True) as new, Admin(new) as after:
+                assert ended(old) == 0
+                kept = after.host()
+                assert kept["private"] > 0
+                client.kill()
+                within(2.0, lambda: after.host()["private"] == 0)
+                assert new.stop() == {"dropped": {}}
 
 
 def test_service_that_does_not_end_is_not_taken_over(folder: Path) -> None:

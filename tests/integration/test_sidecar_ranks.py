@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,42 @@ def folder() -> Iterator[Path]:
     """A short path: sockets have at most 107 bytes."""
     with tempfile.TemporaryDirectory(prefix="hc") as name:
         yield Path(name)
+
+
+def test_replicas_find_each_others_whole_pages(folder: Path) -> None:
+    """A page that one of the ranks has not written is no hit in the other replica; then each rank finds its part."""
+    with ServiceProcess(folder) as service, ExitStack() as stack:
+        one, two = (
+            [
+                stack.enter_context(
+                    hicache.connect(service.address, NAMESPACE, group=group, tp_size=2, tp_rank=rank, required=True)
+                )
+                for rank in range(2)
+            ]
+            for group in ("one", "two")
+        )
+        parts = [np.full((3, one[0].host.page_bytes), 1 + rank, np.uint8) for rank in range(2)]
+        with one[0].request(TOKENS, logits=False) as request:
+            request.allocate()
+            ticket = request.ticket()
+            assert ticket is not None
+            request.write_from(parts[0])
+            request.commit()
+            assert two[0].match(TOKENS, logits=False).host == 0
+            with one[1].join(ticket) as joined:
+                joined.write_from(parts[1])
+                joined.commit(upto=2 * NAMESPACE.page_size)
+                assert two[0].match(TOKENS, logits=False).host == 2
+                joined.commit()
+        with two[1].request(TOKENS, logits=False) as request:
+            assert len(request.load()) == 3
+            ticket = request.ticket()
+            assert ticket is not None
+            found = [np.empty_like(part) for part in parts]
+            with two[0].join(ticket) as joined:
+                assert joined.read_into(found[0]) == 3
+            assert request.read_into(found[1]) == 3
+        assert all(np.array_equal(part, expected) for part, expected in zip(found, parts, strict=True))
 
 
 def test_rank_that_joins_late_leaves_older_requests_alone(folder: Path) -> None:
@@ -60,18 +97,20 @@ def test_rank_that_joins_late_leaves_older_requests_alone(folder: Path) -> None:
 
 
 def test_no_views_of_slots_that_were_given_up(folder: Path) -> None:
-    """A lease that has expired is let go of where nobody has views; whoever wants the first one then is refused."""
+    """A lease that was revoked is let go of where nobody has views; whoever wants the first one then is refused."""
     with (
-        ServiceProcess(folder, "--set", "leases.seconds=0.5") as service,
+        ServiceProcess(folder) as service,
         Admin(service) as admin,
-        hicache.connect(service.address, NAMESPACE, required=True) as cache,
+        hicache.connect(service.address, NAMESPACE, group="g", tp_size=2, required=True) as cache,
+        hicache.connect(service.address, NAMESPACE, group="g", tp_size=2, tp_rank=1, required=True) as lost,
         cache.request(TOKENS, logits=False) as request,
     ):
         slots = request.allocate()
+        lost.close()
         within(10.0, lambda: request.lost is not None and not admin.host()["private"])
-        with pytest.raises(LeaseExpired, match="not used for"):
+        with pytest.raises(LeaseExpired, match="rank 1 of stage 0 was lost"):
             request.page(0)
-        with pytest.raises(LeaseExpired, match="not used for"):
+        with pytest.raises(LeaseExpired, match="rank 1 of stage 0 was lost"):
             cache.host.page(int(slots[0]))
         with cache.request(TOKENS, logits=False) as again:  # the same slots, and this time they are its own
             fresh = again.allocate()
