@@ -335,6 +335,10 @@ class Session(Protocol):
         """The client does not touch these revoked leases' slots any more."""
         ...
 
+    def renew(self, leases: Sequence[int]) -> None:
+        """These leases are in use, though nothing else is asked of them; those that are not known are left out."""
+        ...
+
     async def next_notice(self) -> Notice:
         """The next thing that the client must be told; waits until there is one."""
         ...

@@ -6,7 +6,7 @@ form is checked here, so that whoever implements `Session` sees only values that
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
@@ -132,11 +132,20 @@ def _report_prefill(session: Session, limits: Limits, request: pb.ReportPrefill)
     return pb.Reply(prefill_reported=pb.PrefillReported())
 
 
+def _few(leases: Sequence[int], limits: Limits) -> Sequence[int]:
+    if len(leases) > limits.leases:
+        raise LimitExceeded(f"{len(leases)} leases at once: the limit is {limits.leases}")
+    return leases
+
+
 def _acknowledge(session: Session, limits: Limits, request: pb.Acknowledge) -> pb.Reply:
-    if len(request.leases) > limits.leases:
-        raise LimitExceeded(f"{len(request.leases)} leases at once: the limit is {limits.leases}")
-    session.acknowledge(request.leases)
+    session.acknowledge(_few(request.leases, limits))
     return pb.Reply(acknowledged=pb.Acknowledged())
+
+
+def _renew(session: Session, limits: Limits, request: pb.Renew) -> pb.Reply:
+    session.renew(_few(request.leases, limits))
+    return pb.Reply(renewed=pb.Renewed())
 
 
 def _echo(session: Session, limits: Limits, request: pb.Echo) -> pb.Reply:
@@ -152,6 +161,7 @@ NOW: Final[dict[str, Now]] = {
     "report_device": _report_device,
     "report_prefill": _report_prefill,
     "acknowledge": _acknowledge,
+    "renew": _renew,
     "echo": _echo,
 }
 """Verbs that never wait."""

@@ -339,6 +339,14 @@ class LeaseBook:
                 lease.awaits.difference_update(members)
                 self._free_if_let_go(lease)
 
+    def renew(self, numbers: Iterable[int], members: Iterable[Member]) -> None:
+        """Leases of a session's groups are in use, though nothing is asked of them. Others' are left alone."""
+        members = tuple(members)
+        for number in numbers:
+            lease = self._leases.get(number)
+            if lease is not None and any(member in lease.group.members for member in members):
+                lease.used = self._now()
+
     def left(self, member: Member) -> None:
         """A session has ended (`member.ended`, and `member.goodbye` if in order)."""
         for lease in self:

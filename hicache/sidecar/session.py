@@ -354,6 +354,10 @@ class SidecarSession:
         """The client does not touch these leases' slots any more."""
         self._service.leases.acknowledged(leases, self._members())
 
+    def renew(self, leases: Sequence[int]) -> None:
+        """These leases are in use."""
+        self._service.leases.renew(leases, self._members())
+
     # ---- notices, and the end
 
     async def next_notice(self) -> Notice:

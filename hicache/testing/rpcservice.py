@@ -212,6 +212,9 @@ class FakeSession:
     def acknowledge(self, leases: Sequence[int]) -> None:
         """Nothing is ever revoked here."""
 
+    def renew(self, leases: Sequence[int]) -> None:
+        """Nothing ever expires here."""
+
     async def next_notice(self) -> Notice:
         """What the test has put there."""
         return await self.notices.get()

@@ -14,9 +14,13 @@ import numpy as np
 import pytest
 
 import hicache
+from hicache.rpc.address import Address
+from hicache.rpc.client.admin import AdminClient
 from hicache.rpc.client.cache import ConnectedCache
+from hicache.rpc.client.options import Secrets
 from hicache.testing.servers import Server, binaries
 from hicache.testing.sidecars import ServiceProcess, namespace_of, page_content
+from hicache.testing.waits import eventually
 
 PAGES = int(os.environ.get("HICACHE_PAGES", "400"))
 PAGE_BYTES = 256 * 1024
@@ -156,3 +160,21 @@ def test_stopped_storage_disturbs_nobody_who_has_the_pages(folder: Path, tmp_pat
             # The bar is 1.5, and measured by benchmarks/; here other tests run beside it.
             assert after < 5 * before + 0.02
             assert waited < 0.2 + 0.25
+
+
+def test_living_client_keeps_its_leases(folder: Path) -> None:
+    """A request may last longer than a lease: the client renews it for as long as its process lives."""
+    with (
+        ServiceProcess(folder, "--set", "leases.seconds=0.2") as service,
+        hicache.connect(service.address, NAMESPACE) as cache,
+        AdminClient(Address.parse(service.address), Secrets()) as admin,
+    ):
+        tokens = TOKENS[: 4 * NAMESPACE.page_size]
+        with cache.request(tokens, logits=False) as request:
+            request.allocate()
+            until = admin.statistics()["service"]["uptime_seconds"] + 1.5
+            eventually(lambda: admin.statistics()["service"]["uptime_seconds"] > until)
+            request.commit()
+            assert request.lost is None
+        assert cache.match(tokens, logits=False).host == 4
+        assert admin.statistics()["service"]["leases"]["expired"] == 0

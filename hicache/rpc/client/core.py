@@ -116,7 +116,7 @@ class ClientCore:
         self._dialer = Dialer(
             address, secrets=secrets, options=options, namespace=namespace, place=place, notice=self._notice
         )
-        self._link = self.state.link = Link(self._dialer, options, self.state.lost)
+        self._link = self.state.link = Link(self._dialer, options, self.state.lost, self.state.renew)
         self._closed = self._ended = False
         watch(self)
 

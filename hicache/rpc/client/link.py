@@ -28,6 +28,9 @@ _log = logging.getLogger("hicache.client")
 REFUSALS: Final = (InvalidInput, PermissionDenied, ProtocolMismatch, Unauthenticated)
 """What trying again does not change, unless somebody changes the service or its settings."""
 
+_RENEWALS: Final = 3
+"""In the life of a lease: one may be late, and one lost."""
+
 _STEADY: Final = 1.0
 """Seconds that a connection must have lived for the next attempts to begin anew; else a service that fails at once
 would be asked fifty times a second."""
@@ -40,6 +43,7 @@ class Link:
         dialer: makes the connections.
         options: how to wait between attempts.
         lost: called on the loop's thread when a connection has ended, before the next attempt.
+        renew: called there while a connection lives, often enough for its leases not to expire.
 
     Attributes:
         connection: the one that is open now, or None: the service is away.
@@ -48,7 +52,13 @@ class Link:
         connections: how many there were. attempts: how often one was tried.
     """
 
-    def __init__(self, dialer: Dialer, options: ClientOptions, lost: Callable[[Connection], None]) -> None:
+    def __init__(
+        self,
+        dialer: Dialer,
+        options: ClientOptions,
+        lost: Callable[[Connection], None],
+        renew: Callable[[Connection], None],
+    ) -> None:
         self.connection: Connection | None = None
         self.reason = "no attempt to connect has ended yet"
         self.refusal: HicacheError | None = None
@@ -57,6 +67,7 @@ class Link:
         self._dialer = dialer
         self._options = options
         self._lost = lost
+        self._renew = renew
         self._changed = threading.Condition()
         self._decided = 0  # attempts that have ended, or have brought a connection
         self._closed = False
@@ -154,6 +165,17 @@ class Link:
             self.connection, self.refusal = connection, None
             self._decided += 1
             self._changed.notify_all()
+        self._renew_later(connection)
+
+    def _renew_later(self, connection: Connection) -> None:
+        seconds = connection.welcome.limits.lease_seconds
+        if seconds and self._loop is not None:
+            self._loop.call_later(seconds / _RENEWALS, self._renewed, connection)
+
+    def _renewed(self, connection: Connection) -> None:
+        if self.connection is connection:
+            self._renew(connection)
+            self._renew_later(connection)
 
     def _failed(self, error: Exception) -> None:
         refusal = error if isinstance(error, REFUSALS) else None

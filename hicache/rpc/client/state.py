@@ -224,6 +224,14 @@ class ClientState:
         """Tell the service that these leases' slots are not touched any more. Does not wait."""
         self.ask(connection, pb.Request(acknowledge=pb.Acknowledge(leases=leases)))
 
+    def renew(self, connection: Connection) -> None:
+        """Tell the service that what is open here is in use: a process that lives keeps its leases. Does not wait."""
+        with self._lock:
+            leases = [pages.lease for pages in self._open if pages.connection is connection and pages.live]
+        most = connection.welcome.limits.leases
+        for first in range(0, len(leases), most):
+            self.ask(connection, pb.Request(renew=pb.Renew(leases=leases[first : first + most])))
+
     # ---- leases
 
     def opened(self, pages: LeasedPages) -> None:

@@ -97,6 +97,7 @@ class Request(google.protobuf.message.Message):
     ACKNOWLEDGE_FIELD_NUMBER: builtins.int
     ECHO_FIELD_NUMBER: builtins.int
     GOODBYE_FIELD_NUMBER: builtins.int
+    RENEW_FIELD_NUMBER: builtins.int
     id: builtins.int
     """Chosen by the client, unique among its requests that are not answered yet; above 0."""
     deadline_ms: builtins.int
@@ -137,6 +138,8 @@ class Request(google.protobuf.message.Message):
     def echo(self) -> Global___Echo: ...
     @property
     def goodbye(self) -> Global___Goodbye: ...
+    @property
+    def renew(self) -> Global___Renew: ...
     def __init__(
         self,
         *,
@@ -159,13 +162,14 @@ class Request(google.protobuf.message.Message):
         acknowledge: Global___Acknowledge | None = ...,
         echo: Global___Echo | None = ...,
         goodbye: Global___Goodbye | None = ...,
+        renew: Global___Renew | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_deadline_ms", b"_deadline_ms", "acknowledge", b"acknowledge", "attach", b"attach", "commit", b"commit", "deadline_ms", b"deadline_ms", "echo", b"echo", "extend", b"extend", "get_bytes", b"get_bytes", "goodbye", b"goodbye", "hello", b"hello", "lease", b"lease", "load", b"load", "match", b"match", "prefetch", b"prefetch", "put_bytes", b"put_bytes", "release", b"release", "report_device", b"report_device", "report_prefill", b"report_prefill", "reserve", b"reserve", "verb", b"verb"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_deadline_ms", b"_deadline_ms", "acknowledge", b"acknowledge", "attach", b"attach", "commit", b"commit", "deadline_ms", b"deadline_ms", "echo", b"echo", "extend", b"extend", "get_bytes", b"get_bytes", "goodbye", b"goodbye", "hello", b"hello", "id", b"id", "lease", b"lease", "load", b"load", "match", b"match", "prefetch", b"prefetch", "put_bytes", b"put_bytes", "release", b"release", "report_device", b"report_device", "report_prefill", b"report_prefill", "reserve", b"reserve", "verb", b"verb"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_deadline_ms", b"_deadline_ms", "acknowledge", b"acknowledge", "attach", b"attach", "commit", b"commit", "deadline_ms", b"deadline_ms", "echo", b"echo", "extend", b"extend", "get_bytes", b"get_bytes", "goodbye", b"goodbye", "hello", b"hello", "lease", b"lease", "load", b"load", "match", b"match", "prefetch", b"prefetch", "put_bytes", b"put_bytes", "release", b"release", "renew", b"renew", "report_device", b"report_device", "report_prefill", b"report_prefill", "reserve", b"reserve", "verb", b"verb"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_deadline_ms", b"_deadline_ms", "acknowledge", b"acknowledge", "attach", b"attach", "commit", b"commit", "deadline_ms", b"deadline_ms", "echo", b"echo", "extend", b"extend", "get_bytes", b"get_bytes", "goodbye", b"goodbye", "hello", b"hello", "id", b"id", "lease", b"lease", "load", b"load", "match", b"match", "prefetch", b"prefetch", "put_bytes", b"put_bytes", "release", b"release", "renew", b"renew", "report_device", b"report_device", "report_prefill", b"report_prefill", "reserve", b"reserve", "verb", b"verb"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_deadline_ms", b"_deadline_ms"]) -> typing.Literal["deadline_ms"] | None: ...
     @typing.overload
-    def WhichOneof(self, oneof_group: typing.Literal["verb", b"verb"]) -> typing.Literal["hello", "attach", "match", "lease", "load", "prefetch", "reserve", "extend", "commit", "release", "put_bytes", "get_bytes", "report_device", "report_prefill", "acknowledge", "echo", "goodbye"] | None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["verb", b"verb"]) -> typing.Literal["hello", "attach", "match", "lease", "load", "prefetch", "reserve", "extend", "commit", "release", "put_bytes", "get_bytes", "report_device", "report_prefill", "acknowledge", "echo", "goodbye", "renew"] | None: ...
 
 Global___Request: typing_extensions.TypeAlias = Request
 
@@ -195,6 +199,7 @@ class Reply(google.protobuf.message.Message):
     FAREWELL_FIELD_NUMBER: builtins.int
     REVOKED_FIELD_NUMBER: builtins.int
     DRAINING_FIELD_NUMBER: builtins.int
+    RENEWED_FIELD_NUMBER: builtins.int
     id: builtins.int
     """Id of the request it answers; 0 for a notice."""
     more: builtins.bool
@@ -239,6 +244,8 @@ class Reply(google.protobuf.message.Message):
     def revoked(self) -> Global___Revoked: ...
     @property
     def draining(self) -> Global___Draining: ...
+    @property
+    def renewed(self) -> Global___Renewed: ...
     def __init__(
         self,
         *,
@@ -264,10 +271,11 @@ class Reply(google.protobuf.message.Message):
         farewell: Global___Farewell | None = ...,
         revoked: Global___Revoked | None = ...,
         draining: Global___Draining | None = ...,
+        renewed: Global___Renewed | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["acknowledged", b"acknowledged", "attached", b"attached", "bytes", b"bytes", "bytes_put", b"bytes_put", "committed", b"committed", "device_reported", b"device_reported", "draining", b"draining", "echoed", b"echoed", "error", b"error", "extended", b"extended", "farewell", b"farewell", "leased", b"leased", "loaded", b"loaded", "matched", b"matched", "prefetching", b"prefetching", "prefill_reported", b"prefill_reported", "released", b"released", "reserved", b"reserved", "result", b"result", "revoked", b"revoked", "welcome", b"welcome"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["acknowledged", b"acknowledged", "attached", b"attached", "bytes", b"bytes", "bytes_put", b"bytes_put", "committed", b"committed", "device_reported", b"device_reported", "draining", b"draining", "echoed", b"echoed", "error", b"error", "extended", b"extended", "farewell", b"farewell", "id", b"id", "leased", b"leased", "loaded", b"loaded", "matched", b"matched", "more", b"more", "prefetching", b"prefetching", "prefill_reported", b"prefill_reported", "released", b"released", "reserved", b"reserved", "result", b"result", "revoked", b"revoked", "welcome", b"welcome"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["result", b"result"]) -> typing.Literal["error", "welcome", "attached", "matched", "leased", "loaded", "prefetching", "reserved", "extended", "committed", "released", "bytes_put", "bytes", "device_reported", "prefill_reported", "acknowledged", "echoed", "farewell", "revoked", "draining"] | None: ...
+    def HasField(self, field_name: typing.Literal["acknowledged", b"acknowledged", "attached", b"attached", "bytes", b"bytes", "bytes_put", b"bytes_put", "committed", b"committed", "device_reported", b"device_reported", "draining", b"draining", "echoed", b"echoed", "error", b"error", "extended", b"extended", "farewell", b"farewell", "leased", b"leased", "loaded", b"loaded", "matched", b"matched", "prefetching", b"prefetching", "prefill_reported", b"prefill_reported", "released", b"released", "renewed", b"renewed", "reserved", b"reserved", "result", b"result", "revoked", b"revoked", "welcome", b"welcome"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["acknowledged", b"acknowledged", "attached", b"attached", "bytes", b"bytes", "bytes_put", b"bytes_put", "committed", b"committed", "device_reported", b"device_reported", "draining", b"draining", "echoed", b"echoed", "error", b"error", "extended", b"extended", "farewell", b"farewell", "id", b"id", "leased", b"leased", "loaded", b"loaded", "matched", b"matched", "more", b"more", "prefetching", b"prefetching", "prefill_reported", b"prefill_reported", "released", b"released", "renewed", b"renewed", "reserved", b"reserved", "result", b"result", "revoked", b"revoked", "welcome", b"welcome"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["result", b"result"]) -> typing.Literal["error", "welcome", "attached", "matched", "leased", "loaded", "prefetching", "reserved", "extended", "committed", "released", "bytes_put", "bytes", "device_reported", "prefill_reported", "acknowledged", "echoed", "farewell", "revoked", "draining", "renewed"] | None: ...
 
 Global___Reply: typing_extensions.TypeAlias = Reply
 
@@ -369,7 +377,7 @@ class Limits(google.protobuf.message.Message):
     quarantined_slots: builtins.int
     """Slots that expired leases and reservations of the session keep; above it there are no new ones."""
     lease_seconds: builtins.float
-    """Seconds for which a lease lives without being renewed by any use; 0 for ever."""
+    """Seconds for which a lease lives without any use, of which `renew` is one; 0 for ever."""
     chunk_bytes: builtins.int
     """Most bytes of page data in one `Bytes` or `PutBytes`."""
     def __init__(
@@ -1184,6 +1192,34 @@ class Acknowledged(google.protobuf.message.Message):
     ) -> None: ...
 
 Global___Acknowledged: typing_extensions.TypeAlias = Acknowledged
+
+@typing.final
+class Renew(google.protobuf.message.Message):
+    """These leases are in use, although nothing else is asked of them. What is not known is left out: it has ended."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LEASES_FIELD_NUMBER: builtins.int
+    @property
+    def leases(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        leases: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["leases", b"leases"]) -> None: ...
+
+Global___Renew: typing_extensions.TypeAlias = Renew
+
+@typing.final
+class Renewed(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___Renewed: typing_extensions.TypeAlias = Renewed
 
 @typing.final
 class Echo(google.protobuf.message.Message):

@@ -305,6 +305,25 @@ def test_unused_lease_expires_but_keeps_its_slots() -> None:
     assert request.closed == [True]  # it was lost, whatever its owner thinks of it
 
 
+def test_renewed_lease_lives_on() -> None:
+    """Whoever says that a lease is in use keeps it; others, and what has ended already, change nothing."""
+    world, other = World(seconds=10.0), World()
+    owner = world.member()
+    kept, _ = world.lease(owner)
+    lost, _ = world.lease(owner)
+    for _ in range(3):
+        world.clock.advance(6.0)
+        world.book.renew([kept.number, 7], [owner])
+        world.book.renew([lost.number], [other.member()])
+        world.book.expire()
+    assert world.book.find(kept.number, [owner])[0] is kept
+    with pytest.raises(LeaseExpired):
+        world.book.find(lost.number, [owner])
+    world.book.renew([lost.number], [owner])
+    with pytest.raises(LeaseExpired):
+        world.book.find(lost.number, [owner])
+
+
 def test_quarantine_is_bounded() -> None:
     """A session whose expired leases keep too much gets no more, until it lets go."""
     world = World(seconds=1.0, quarantined=3)
