@@ -182,7 +182,7 @@ class SlotTable:
             left = self.counts[FREE] - pages
         if left < 0:
             raise ResidencyError(f"{self.tier.name}: {pages} slots taken, {self.counts[FREE]} free")
-        slots = self.free[left : left + pages].copy()
+        slots = np.sort(self.free[left : left + pages])  # pages that lie side by side are copied in one piece
         self.advance(slots, FREE, SlotEvent.ALLOCATE)
         if self.words is not None:
             self.words[slots] += 1

@@ -75,3 +75,11 @@ def test_a_growing_table_gives_what_is_asked():
     table.give_back(second)
     assert sum(table.counts) == table.capacity
     assert len(np.unique(table.free[: table.counts[0]])) == table.counts[0]
+
+
+def test_slots_that_are_taken_together_lie_in_order():
+    """Pages side by side are copied in one piece, whatever order their slots were freed in."""
+    table = SlotTable(Tier.HOST, 8)
+    assert table.allocate(6).tolist() == [0, 1, 2, 3, 4, 5]
+    table.give_back(np.array([4, 1, 3]))
+    assert table.allocate(3).tolist() == [1, 3, 4]
