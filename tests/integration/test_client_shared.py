@@ -16,6 +16,7 @@ import pytest
 import hicache
 from hicache.config import Config, Drain, Host, Leases, Listen, Size
 from hicache.errors import CacheClosed, GeometryError, InvalidInput
+from hicache.rpc.client.state import ClientState
 from hicache.testing.clients import NAMESPACE, PATIENCE, SIZE, SOON, random_pages, store, until
 from hicache.testing.engine import prompt, small_namespace
 from hicache.testing.serving import ServedApp
@@ -171,6 +172,13 @@ def test_ranks_that_do_not_fit_their_group_are_refused(served: ServedApp) -> Non
 # ---- leases that end
 
 
+@pytest.fixture
+def hung(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client whose own thread does not come to renew its leases."""
+    monkeypatch.setattr(ClientState, "renew", lambda *_: None)
+
+
+@pytest.mark.usefixtures("hung")
 def test_a_lease_that_is_not_used_for_too_long_is_taken_back_when_nobody_copies(folder: Path) -> None:
     with (
         ServedApp(config(folder, leases=Leases(seconds=0.2))) as served,
@@ -189,6 +197,7 @@ def test_a_lease_that_is_not_used_for_too_long_is_taken_back_when_nobody_copies(
         assert host(served).pinned == 0
 
 
+@pytest.mark.usefixtures("hung")
 def test_pages_that_an_engine_sees_without_a_copy_are_kept_until_it_has_closed_its_request(folder: Path) -> None:
     with (
         ServedApp(config(folder, leases=Leases(seconds=0.2))) as served,
