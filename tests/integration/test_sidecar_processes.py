@@ -178,3 +178,22 @@ def test_living_client_keeps_its_leases(folder: Path) -> None:
             assert request.lost is None
         assert cache.match(tokens, logits=False).host == 4
         assert admin.statistics()["service"]["leases"]["expired"] == 0
+
+
+def test_what_an_engine_holds_itself_is_news(folder: Path) -> None:
+    """Reported pages show in the service's numbers, of the group that reported them, until the engine is gone."""
+    with (
+        ServiceProcess(folder) as service,
+        AdminClient(Address.parse(service.address), Secrets()) as admin,
+    ):
+        names = b"".join(hashes()[:4])
+        with hicache.connect(service.address, NAMESPACE) as cache:
+            cache.match(TOKENS[:16])
+            with cache.request(TOKENS[: 4 * NAMESPACE.page_size]):
+                pass  # the service knows the namespace from now on
+            cache.report_device(stored=names)
+            cache.report_device(removed=names[96:])
+            assert admin.statistics()["pools"][0]["device_pages"] == 3
+            with pytest.raises(hicache.InvalidInput):
+                cache.report_device(stored=b"short")
+        eventually(lambda: admin.statistics()["pools"][0]["device_pages"] == 0)

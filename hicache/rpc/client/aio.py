@@ -125,6 +125,20 @@ class AsyncConnectedCache(ClientCore):
         """See `ConnectedCache.report_prefill`."""
         await drive(self._report_prefill(tokens, seconds))
 
+    async def report_device(
+        self,
+        *,
+        stored: bytes = b"",
+        parent_hash: bytes | None = None,
+        first_page: int = 0,
+        removed: bytes = b"",
+        cleared: bool = False,
+        adapter: Adapter | None = None,
+        salt: str | None = None,
+    ) -> None:
+        """See `ConnectedCache.report_device`."""
+        await drive(self._report_device(stored, parent_hash, first_page, removed, cleared, adapter, salt))
+
     async def clear(self, *, adapter: Adapter | None = None, salt: str | None = None, deadline: float = 5.0) -> None:
         """See `ConnectedCache.clear`."""
         await drive(self._clear(adapter, salt, deadline))

@@ -113,6 +113,35 @@ class ConnectedCache(ClientCore):
         """
         run(self._report_prefill(tokens, seconds))
 
+    def report_device(
+        self,
+        *,
+        stored: bytes = b"",
+        parent_hash: bytes | None = None,
+        first_page: int = 0,
+        removed: bytes = b"",
+        cleared: bool = False,
+        adapter: Adapter | None = None,
+        salt: str | None = None,
+    ) -> None:
+        """Pages came to the engine's own memory, or left it: news for events, statistics and `match`, never more.
+
+        Args:
+            stored: hashes of pages that came, 32 bytes each, in the order of their prompt.
+            parent_hash: of the page before the first of them; None at the start of a prompt.
+            first_page: index of the first of them.
+            removed: hashes of pages that left, deepest first.
+            cleared: everything of this namespace left, before what is stored here.
+            adapter: whose pages, as in `request`.
+            salt: as in `request`.
+
+        Raises:
+            InvalidInput: what are no whole hashes.
+            NamespaceError: an adapter or salt that names nothing.
+            CacheClosed: the cache is closed.
+        """
+        run(self._report_device(stored, parent_hash, first_page, removed, cleared, adapter, salt))
+
     def clear(self, *, adapter: Adapter | None = None, salt: str | None = None, deadline: float = 5.0) -> None:
         """Forget all pages of one namespace, in every tier of the service, as after a change of weights.
 

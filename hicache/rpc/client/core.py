@@ -253,6 +253,32 @@ class ClientCore:
             message = pb.ReportPrefill(attachment=ATTACHMENT, tokens=number, seconds=time)
             await self.state.reply_to(self.state.ask(connection, pb.Request(report_prefill=message)))
 
+    async def _report_device(
+        self,
+        stored: bytes,
+        parent_hash: bytes | None,
+        first_page: int,
+        removed: bytes,
+        cleared: bool,
+        adapter: Adapter | None,
+        salt: str | None,
+    ) -> None:
+        self.state.check_open()
+        naming = self.state.named(adapter, salt)
+        connection = None if naming is None else self.state.connection()
+        if naming is None or connection is None:
+            return
+        message = pb.ReportDevice(
+            attachment=ATTACHMENT,
+            scope=naming.scope,
+            stored=stored,
+            parent_hash=parent_hash or b"",
+            first_page=first_page,
+            removed=removed,
+            cleared=cleared,
+        )
+        await self.state.reply_to(self.state.ask(connection, pb.Request(report_device=message)))
+
     def join(self, ticket: Ticket | bytes) -> JoinedRequest:
         """Take part in a request that another rank of this group has made.
 
