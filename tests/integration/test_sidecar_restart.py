@@ -169,6 +169,7 @@ def test_slots_stay_theirs_over_several_restarts(seen: bool) -> None:
     async def test() -> None:
         before = open_files()
         one, two = Left(), Left()
+        at_once = Leases(grace=0.0)  # what nothing is known of is not waited for
         writer = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
         try:
             pidfd = os.pidfd_open(writer.pid)
@@ -180,14 +181,14 @@ def test_slots_stay_theirs_over_several_restarts(seen: bool) -> None:
                 lease = await client.lease(prompt(5))
                 await client.session.reserve(lease.lease, 5, until=None)
             os.close(pidfd)
-            async with running(inherits=one.estate, leave=two) as (service, _):
+            async with running(inherits=one.estate, leave=two, leases=at_once) as (service, _):
                 (pool,) = service.pools
-                assert pool.cache.statistics().core.host.private == 5
                 await (await Client.attach(service)).store(prompt(6))
-            async with running(inherits=two.estate) as (service, _):
-                (pool,) = service.pools
                 assert pool.cache.statistics().core.host.private == 5
+            async with running(inherits=two.estate, leases=at_once) as (service, _):
+                (pool,) = service.pools
                 assert await (await Client.attach(service)).check(prompt(6)) == 6
+                assert pool.cache.statistics().core.host.private == 5
                 writer.kill()
                 writer.wait()
                 until = asyncio.get_running_loop().time() + 10
