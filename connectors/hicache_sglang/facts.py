@@ -1,0 +1,48 @@
+"""What the engine's own arguments say about its pages: read where a release keeps them, done without elsewhere."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, Final
+
+__all__ = ["engine_facts", "names_adapters"]
+
+_NAMES: Final = (
+    *("model_path", "revision", "dtype", "quantization", "kv_cache_dtype", "attention_backend"),
+    *("json_model_override_args", "speculative_draft_model_path", "enable_lora", "lora_paths"),
+)
+_ACCESSORS: Final = (
+    ("sglang.srt.runtime_context", "get_server_args"),
+    ("sglang.srt.server_args", "get_global_server_args"),
+)
+
+
+def engine_facts() -> dict[str, Any]:
+    """SGLang's arguments that decide what its pages hold, by name, without those that are not known. Never raises."""
+    facts: dict[str, Any] = {}
+    for module, name in _ACCESSORS:
+        arguments = _called(module, name)
+        if arguments is not None:
+            found = {fact: getattr(arguments, fact, None) for fact in _NAMES}
+            facts = {fact: value for fact, value in found.items() if value is not None}
+            break
+    kernel = getattr(_called("sglang.srt.runtime_context", "get_exec"), "kernel", None)
+    chosen = getattr(kernel, "attention_backend", None)
+    if chosen is not None:
+        facts["attention_backend"] = chosen
+    return facts
+
+
+def names_adapters() -> bool:
+    """Whether this SGLang's storage hashes begin with the adapter and the salt of a request."""
+    try:
+        return hasattr(importlib.import_module("sglang.srt.mem_cache.utils"), "storage_namespace_seed")
+    except Exception:
+        return False
+
+
+def _called(module: str, name: str) -> Any:
+    try:
+        return getattr(importlib.import_module(module), name)()
+    except Exception:  # another release keeps them elsewhere, or they are not published in this process
+        return None
