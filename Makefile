@@ -7,11 +7,12 @@ STAMP := $(VENV)/.installed
 TRACE := benchmarks/traces/conversation_1000.jsonl
 DEMO := build/demo
 OLDEST := build/redis-oldest
-SOURCES := hicache storage_backends proto tests benchmarks
+ENGINES := .engines
+SOURCES := hicache storage_backends connectors proto tests benchmarks
 PYTEST := HYPOTHESIS_PROFILE=$${HYPOTHESIS_PROFILE:-ci} $(BIN)/python -m pytest -q
 COVERED := --cov --cov-report= --cov-fail-under=0
 
-.PHONY: help .venv demo test lint contract unit wheel bench redis-oldest cases mutants soak chaos clean
+.PHONY: help .venv demo test lint contract unit wheel bench redis-oldest engines cases mutants soak chaos clean
 .DEFAULT_GOAL := help
 
 help:
@@ -20,6 +21,7 @@ help:
 	@echo "make lint     the checks that run no code"
 	@echo "make bench    measure against references; writes benchmarks/out/bench.json"
 	@echo "make redis-oldest  the tests of Redis with the oldest redis-py"
+	@echo "make engines  the connectors in real engines, whose environments stand in $(ENGINES)/"
 	@echo "make cases    the field's failure cases and the tests that cover them"
 	@echo "make mutants  put known bugs into a copy and see the tests catch each"
 	@echo "make soak     long random runs with faults, for SOAK_SECONDS (600), and a service under 2 million verbs"
@@ -86,6 +88,15 @@ redis-oldest: $(STAMP)
 	$(OLDEST)/bin/python -m pytest -q tests/unit/hicache_redis tests/conformance/test_redis_backend.py \
 		tests/integration/test_redis_servers.py tests/chaos/test_redis_trouble.py tests/chaos/test_redis_failover.py \
 		tests/chaos/test_redis_deadlines.py tests/chaos/test_redis_chaos.py
+
+# In the engine's environment, with the wheel that a user would install there. It has none of the tests' own tools, so
+# what every other test gets (tests/conftest.py) is left out, and the engine's warnings are its own.
+engines:
+	@test -x $(ENGINES)/sglang/bin/python || { \
+		echo "no SGLang in $(ENGINES)/sglang: make an environment there, see connectors/hicache_sglang/README.md"; exit 1; }
+	$(ENGINES)/sglang/bin/python -m pip install --quiet --no-deps --force-reinstall .
+	$(ENGINES)/sglang/bin/python -m pytest -q --confcutdir=tests/engines -p no:cacheprovider \
+		-o filterwarnings= -o pythonpath=tests/engines/sglang tests/engines/sglang
 
 cases: $(STAMP)
 	@$(BIN)/python tests/cases.py

@@ -20,6 +20,8 @@ settings.register_profile("ci", max_examples=200, derandomize=True, **_COMMON)
 settings.register_profile("nightly", max_examples=1000, stateful_step_count=100, **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
+collect_ignore = ["engines"]  # they run in the engines' own environments: make engines
+
 THREAD_GRACE = 5.0  # seconds a thread gets to end after the test that started it
 
 
