@@ -8,6 +8,7 @@ from hicache.runtime.canary import MANY_PAGES, MANY_REQUESTS
 from hicache.runtime.parts import Parts
 from hicache.runtime.queues import QueueStatistics
 from hicache.storage.base import BreakerState, StorageStatistics
+from hicache.storage.wrappers import MeteredBackend
 
 
 def degraded(
@@ -35,20 +36,21 @@ def degraded(
         return ("storage: detached",) if parts.storage.attachment else ()
     reasons = [*_trouble(queues, storage)]
     if parts.canary is not None and parts.canary.failed:
-        reasons.append(f"storage: canary {parts.canary.state}")
+        reasons.append(f"canary {parts.canary.state}")
     if stored >= MANY_PAGES and expected >= MANY_REQUESTS and not came:
-        reasons.append(
-            f"storage: {stored} pages stored, and none came back for {expected} requests that it had some of"
-        )
-    return tuple(reasons)
+        reasons.append(f"{stored} pages stored, and none came back for {expected} requests that it had some of")
+    backend = None if parts.port is None else parts.port.backend
+    scheme = backend.scheme if isinstance(backend, MeteredBackend) else ""
+    which = f"storage {scheme}" if scheme else "storage"
+    return tuple(f"{which}: {reason}" for reason in reasons)
 
 
 def _trouble(queues: tuple[QueueStatistics, ...], storage: StorageStatistics | None) -> Iterator[str]:
     for name, queue in zip(("reads", "writes"), queues, strict=True):
         if queue.stopped:
-            yield f"storage: {name} stopped, {queue.hung} hung"
+            yield f"{name} stopped, {queue.hung} hung"
         elif queue.hung:
-            yield f"storage: {queue.hung} {name} hung"
+            yield f"{queue.hung} {name} hung"
     for breaker in storage.breakers if storage is not None else ():
         if breaker.state is not BreakerState.CLOSED:
-            yield f"storage: {breaker.name} breaker {breaker.state.value}: {breaker.reason}"
+            yield f"{breaker.name} breaker {breaker.state.value}: {breaker.reason}"

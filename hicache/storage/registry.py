@@ -163,14 +163,19 @@ def _opened(
     url: str, retry: RetryPolicy | None, breaker: BreakerPolicy | None, now: Callable[[], float]
 ) -> MeteredBackend:
     parsed = StorageUrl.parse(url)
-    return _wrapped(load_backend(parsed.scheme).from_url(parsed), retry, breaker, now)
+    return _wrapped(load_backend(parsed.scheme).from_url(parsed), retry, breaker, now, scheme=parsed.scheme)
 
 
 def _wrapped(
-    backend: StorageBackend, retry: RetryPolicy | None, breaker: BreakerPolicy | None, now: Callable[[], float]
+    backend: StorageBackend,
+    retry: RetryPolicy | None,
+    breaker: BreakerPolicy | None,
+    now: Callable[[], float],
+    *,
+    scheme: str = "",
 ) -> MeteredBackend:
     if breaker is not None:
         backend = BreakerBackend(backend, breaker, now=now)
     if retry is not None:
         backend = RetryingBackend(backend, retry)
-    return MeteredBackend(GuardedBackend(backend))
+    return MeteredBackend(GuardedBackend(backend), scheme=scheme)

@@ -246,11 +246,15 @@ class MeteredBackend(WrapperBackend):
 
     Args:
         inner: what is measured.
+        scheme: of the URL by which it was opened, for messages; empty for an object.
         now: a monotonic clock in seconds.
     """
 
-    def __init__(self, inner: StorageBackend, *, now: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, inner: StorageBackend, *, scheme: str = "", now: Callable[[], float] = time.perf_counter
+    ) -> None:
         super().__init__(inner)
+        self.scheme = scheme
         self._now = now
         self._lock = threading.Lock()
         self._verbs: dict[str, VerbStatistics] = {}

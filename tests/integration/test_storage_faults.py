@@ -482,3 +482,16 @@ def test_requests_that_were_open_when_another_cleared_publish_nothing_any_more()
             request.commit()
         assert engine.run(tokens).device == 0
         at_rest(here)
+
+
+def test_what_is_degraded_says_which_storage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reasons name the scheme of the store, so that an operator knows where to look."""
+
+    def broken(*_: object) -> None:
+        raise OSError("no")
+
+    monkeypatch.setattr(MemoryBackend, "put", broken)
+    with _open("memory://?capacity=1MiB", breaker=BreakerPolicy(failures=1)) as cache:
+        FakeEngine(cache).run(prompt(1, 8))
+        eventually(lambda: cache.statistics().degraded != ())
+        assert cache.statistics().degraded[0].startswith("storage memory: write breaker open")
