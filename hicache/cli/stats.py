@@ -68,21 +68,7 @@ def _show(document: dict[str, Any], options: argparse.Namespace, *, again: bool)
 def tables(document: Mapping[str, Any]) -> Iterator[Table]:
     """The document for people."""
     service, pools = document["service"], document["pools"]
-    leases, pins = service["leases"], service["pins"]
-    yield Table(
-        f"service, up {service['uptime_seconds']:,.0f} s",
-        ("what", ""),
-        [
-            ("sessions", f"{service['sessions']:,} open, {service['sessions_opened']:,} since the start"),
-            (
-                "leases",
-                f"{leases['open']:,} open, {leases['ended']:,} ended ones keep {leases['quarantined_slots']:,} slots",
-            ),
-            ("pins", f"{pins['pins']:,} with {pins['slots']:,} slots"),
-            *(("degraded", text) for text in service["degraded"]),
-        ],
-        texts=2,
-    )
+    yield Table(f"service, up {service['uptime_seconds']:,.0f} s", ("what", ""), list(_whole(service)), texts=2)
     yield from _more(service)
     if not pools:
         return
@@ -126,8 +112,20 @@ def tables(document: Mapping[str, Any]) -> Iterator[Table]:
         )
 
 
+def _whole(service: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """What concerns all tenants together; one of them is not told."""
+    if "sessions" in service:
+        leases, pins = service["leases"], service["pins"]
+        yield "sessions", f"{service['sessions']:,} open, {service['sessions_opened']:,} since the start"
+        ended = f"{leases['ended']:,} ended ones keep {leases['quarantined_slots']:,} slots"
+        yield "leases", f"{leases['open']:,} open, {ended}"
+        yield "pins", f"{pins['pins']:,} with {pins['slots']:,} slots"
+    for text in service["degraded"]:
+        yield "degraded", text
+
+
 def _more(service: Mapping[str, Any]) -> Iterator[Table]:
-    verbs = [verb for verb in service["verbs"] if verb["answered"]]
+    verbs = [verb for verb in service.get("verbs", ()) if verb["answered"]]
     if verbs:
         yield Table("requests", ("verb", "answered", "failed", "mean µs"), [_verb(verb) for verb in verbs])
     if service["quotas"]:

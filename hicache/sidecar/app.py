@@ -22,6 +22,7 @@ from hicache.rpc.service import Caller
 from hicache.sidecar import notify
 from hicache.sidecar.certificates import Certificates, read_certificates
 from hicache.sidecar.checks import addresses, storage_url
+from hicache.sidecar.document import document
 from hicache.sidecar.estate import Estate
 from hicache.sidecar.heritage import take_over
 from hicache.sidecar.http import HttpServer, Page, json_page
@@ -204,7 +205,7 @@ class App:
         if not self._config.metrics.address:
             return
         everyone = Caller()
-        metrics = Metrics(lambda: self.service.document(everyone), self._latencies)
+        metrics = Metrics(lambda: document(self.service, everyone), self._latencies)
         pages: dict[str, Callable[[], Page | Awaitable[Page]]] = {
             "/metrics": metrics.page,
             "/healthz": self._health,

@@ -21,6 +21,7 @@ __all__ = ["addresses", "check", "check_files", "storage_url"]
 
 _ENDPOINTS = ("tcp://", "ipc:///", "ipc://@")
 _SMALLEST_MESSAGE = 2**20
+_SMALLEST_HOST = 2**20
 
 
 class _Wrong(Exception):  # noqa: N818  never leaves this module
@@ -127,6 +128,8 @@ def _check_tenants(config: Config) -> None:
 
 def _check_sizes(config: Config) -> None:
     host, limits = config.host, config.limits
+    if 0 < host.bytes < _SMALLEST_HOST:
+        raise _Wrong("host.bytes", f"{host.bytes} hold no page of any model: a number alone is bytes, so write 64GiB")
     if host.pool_bytes > host.bytes:
         raise _Wrong("host.pool_bytes", f"{host.pool_bytes} is more than host.bytes, which is {host.bytes}")
     if not _SMALLEST_MESSAGE <= limits.message_bytes <= TRANSPORT_BYTES:

@@ -28,7 +28,7 @@ class PinStatistics:
     Attributes:
         pins, slots: held now.
         given_up: soft pins that made room for requests.
-        expired: pins whose time ended.
+        expired: pins whose time ended, or whose namespace was cleared.
     """
 
     pins: int
@@ -123,10 +123,10 @@ class Pins:
                 self._given_up += 1
 
     def expire(self) -> None:
-        """End pins whose time is over."""
+        """End pins whose time is over, and those of namespaces that were cleared: nobody can find their pages."""
         now = self._now()
         for pin in list(self._pins.values()):
-            if pin.until is not None and pin.until <= now:
+            if not pin.request.lease.tree.live or (pin.until is not None and pin.until <= now):
                 self._drop(pin)
                 self._expired += 1
 

@@ -8,10 +8,9 @@ import logging
 import os
 import secrets
 from collections.abc import AsyncIterator, Callable, Container, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from enum import Enum
+from dataclasses import dataclass, replace
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -38,6 +37,7 @@ from hicache.rpc.service import (
     Welcome,
 )
 from hicache.sidecar.diagnosis import diagnose
+from hicache.sidecar.document import document, sees_all
 from hicache.sidecar.estate import Estate, HeldPool
 from hicache.sidecar.events import EventLog
 from hicache.sidecar.groups import Group, Member
@@ -298,32 +298,13 @@ class SidecarService:
             degraded=self.degraded,
         )
 
-    def document(self, caller: Caller) -> dict[str, Any]:
-        """Everything it counts, as JSON's types; of pools and tenants only those that the caller may see."""
-        quotas = [
-            {"tenant": tenant, "tier": tier, "bytes": used, "quota": limit}
-            for tenant, tier, used, limit in self.quotas.rows()
-            if tenant == caller.tenant or _sees_all(caller)
-        ]
-        own = asdict(self.statistics()) | {
-            "quotas": quotas,
-            "events": asdict(self.events.statistics()),
-            "kv_events": None if self.publisher is None else asdict(self.publisher.statistics()),
-            "verbs": [asdict(verb) for verb in self.verbs()],
-        }
-        document: dict[str, Any] = _plain(
-            {"service": own, "pools": [pool.describe() for pool in self._visible(caller)]}
-        )
-        return document
-
     def statistics_json(self, caller: Caller) -> str:
         """Everything it counts, as a JSON document."""
-        return json.dumps(self.document(caller))
+        return json.dumps(document(self, caller))
 
-    def _visible(self, caller: Caller) -> Iterator[Pool]:
-        for pool in self.pools:
-            if pool.tenant == caller.tenant or _sees_all(caller):
-                yield pool
+    def visible(self, caller: Caller) -> Iterator[Pool]:
+        """The pools that a caller may see."""
+        return (pool for pool in self.pools if pool.tenant == caller.tenant or sees_all(caller))
 
     # ---- administration
 
@@ -339,6 +320,7 @@ class SidecarService:
                 await asyncio.to_thread(pool.cache.clear, adapter=adapter, tenant=pool.tenant, salt=salt)
             except StorageError as error:
                 unconfirmed.append(f"{pool.namespace.model}: {error}")
+        self.pins.expire()
         return cleared, tuple(unconfirmed)
 
     def _targets(self, caller: Caller, target: Target | None) -> list[tuple[Pool, RequestScope]]:
@@ -346,7 +328,7 @@ class SidecarService:
             return [(pool, target.scope) for pool in self._named(caller, target)]
         return [
             (pool, RequestScope(adapter, salt))
-            for pool in self._visible(caller)
+            for pool in self.visible(caller)
             for adapter, salt in pool.cache.scopes_in_use()
         ]
 
@@ -367,8 +349,11 @@ class SidecarService:
             if pool.tenant == tenant and (pool.namespace.digest == digest if digest else pool.namespace.model == model)
         ]
         if not found:
-            known = ", ".join(sorted({pool.namespace.model for pool in self._visible(caller)})) or "none"
-            raise NotFound(f"no pool of model {model or digest.hex()!r:.80} is here; known models: {known:.300}")
+            known = ", ".join(sorted({pool.namespace.model for pool in self.visible(caller)})) or "none"
+            raise NotFound(
+                f"no pool of model {model or digest.hex()!r:.80} is here; known models: {known:.300}. A model is known "
+                "once an engine has attached to it"
+            )
         if len({pool.namespace.digest for pool in found}) > 1:
             digests = ", ".join(sorted({pool.namespace.digest.hex() for pool in found}))
             raise InvalidInput(f"model {model!r:.80} is served under several namespaces; name one by digest: {digests}")
@@ -396,7 +381,7 @@ class SidecarService:
 
     def pins_of(self, caller: Caller) -> tuple[Pinned, ...]:
         """Pins that the caller may see."""
-        return self.pins.records(caller.tenant, all_tenants=_sees_all(caller))
+        return self.pins.records(caller.tenant, all_tenants=sees_all(caller))
 
     async def warm(
         self, caller: Caller, target: Target, prompts: Sequence[bytes], *, deadline_seconds: float
@@ -470,10 +455,6 @@ class SidecarService:
         return Ending(dropped, estate_of(parts, storage=self.storage_name) if leave else None)
 
 
-def _sees_all(caller: Caller) -> bool:
-    return caller.admin and caller.tenant is None
-
-
 def _admin(caller: Caller) -> None:
     if not caller.admin:
         raise PermissionDenied(f"{caller.name or 'this caller'} has no right to administer")
@@ -483,16 +464,3 @@ def _token_ids(tokens: bytes) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
     if len(tokens) % 4:
         raise InvalidInput(f"tokens have {len(tokens)} bytes, not a multiple of 4")
     return np.frombuffer(tokens, "<u4")
-
-
-def _plain(value: Any) -> Any:
-    """Records as JSON: keys are text, bytes are hex."""
-    if isinstance(value, dict):
-        return {getattr(key, "name", str(key)).lower(): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, bytes):
-        return value.hex()
-    if isinstance(value, Enum):
-        return value.name.lower()
-    return value

@@ -26,6 +26,7 @@ from hicache.rpc.service import Caller, RequestScope, Target
 from hicache.runtime.hosting import HostedCache, open_hosted
 from hicache.runtime.inheriting import bequeath, inherit
 from hicache.runtime.scopes import Scope
+from hicache.sidecar.document import document
 from hicache.sidecar.estate import Estate, HeldProcess, started
 from hicache.sidecar.processes import Peer
 from hicache.storage.memory import MemoryBackend
@@ -93,7 +94,7 @@ def test_page_with_other_bytes_is_withdrawn(tmp_path: Path) -> None:
         async with running(inherits=left.estate, storage=file_storage(tmp_path)) as (service, _):
             client = await Client.attach(service)
             assert await client.check(prompt(6)) == 6
-            counts = service.document(Caller())["pools"][0]["statistics"]["pages"]
+            counts = document(service, Caller())["pools"][0]["statistics"]["pages"]
             assert (counts["host"], counts["storage"]) == (2, 4)
             assert await client.check(prompt(4, 1), RequestScope(salt="s")) == 4
 

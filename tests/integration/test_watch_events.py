@@ -256,7 +256,7 @@ def test_a_router_and_a_snapshot_over_http(tmp_path: Path) -> None:
         assert {(event["medium"], block) for event in document["events"] for block in event["block_hashes"]} == expected
         assert {event["model_name"] for event in document["events"]} == {NAMESPACE.model}
         assert document["dp_rank"] == 2
-        counted = served.do(lambda: served.app.service.document(Caller()))["service"]
+        counted = served.do(lambda: documents.document(served.app.service, Caller()))["service"]
         assert counted["kv_events"]["replays"] > 0
         assert counted["events"]["pages"] == 4
 
