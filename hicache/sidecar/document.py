@@ -31,7 +31,12 @@ def document(service: SidecarService, caller: Caller) -> dict[str, Any]:
     own: dict[str, Any] = {"quotas": quotas}
     if all_of_it:
         own |= asdict(service.statistics())
-        own |= {"events": asdict(service.events.statistics()), "verbs": [asdict(verb) for verb in service.verbs()]}
+        publisher = service.publisher
+        own |= {
+            "events": asdict(service.events.statistics()),
+            "kv_events": None if publisher is None else asdict(publisher.statistics()),
+            "verbs": [asdict(verb) for verb in service.verbs()],
+        }
     else:
         statistics = service.statistics()
         own |= {"uptime_seconds": statistics.uptime_seconds, "degraded": statistics.degraded}

@@ -24,6 +24,7 @@ from hicache.rpc.address import Address
 from hicache.rpc.client.admin import AdminClient
 from hicache.rpc.client.options import Secrets
 from hicache.rpc.service import Attachment, Caller, RequestScope
+from hicache.sidecar import document as documents
 from hicache.sidecar.kv_wire import decode_batch, short_hash
 from hicache.sidecar.session import SidecarSession
 from hicache.testing.engine import small_namespace
