@@ -103,6 +103,7 @@ def test_next_service_is_killed_while_it_waits(folder: Path) -> None:
         other = TOKENS[: 3 * NAMESPACE.page_size] + np.uint32(10**6)
         with hicache.connect(old.address, NAMESPACE) as cache, cache.request(other, logits=False) as request:
             assert len(request.allocate()) == 3
+            request.page(0)
             with ServiceProcess(folder, "--drain", "20", takeover=True, wait=False) as heir:
                 within(20.0, lambda: not cache.connected)  # it drains, and waits for the request
                 assert admin.leases()["open"] == 1
@@ -112,7 +113,7 @@ def test_next_service_is_killed_while_it_waits(folder: Path) -> None:
                 old.started()
             assert request.lost
             assert found(old) == PAGES
-            assert admin.host()["private"] == 3  # as this process might still write
+            assert admin.host()["private"] == 3  # as this process might still write, with the view that it was given
         within(BACK_SECONDS, lambda: old.descriptors <= files)
         again = memory(old)
         assert len(again) == len(known)
@@ -209,17 +210,22 @@ def test_two_services_want_to_take_over(folder: Path) -> None:
                 heir.close()
 
 
-def test_service_that_waits_for_a_client_is_taken_over_at_the_end_of_its_drain(folder: Path) -> None:
-    """What that client has reserved stays its own under the next service too, until its process is gone."""
+@pytest.mark.parametrize("stopped", [True, False])
+def test_service_is_taken_over_from_a_client_that_goes_on(folder: Path, stopped: bool) -> None:
+    """At the end of the drain a client lets go of all pages, and they are hits; a stopped one keeps its own."""
     with ServiceProcess(folder, "--drain", "1") as old, Admin(old) as before:
         fill(old)
         options = ["--hold", "60", "--page-bytes", str(PAGE_BYTES), "--families", "1", "--pages", "100"]
         with WorkerProcess(old.address, seed=4, options=options) as client:
             within(20.0, lambda: before.leases()["open"] == 1 and before.host()["resident"] > PAGES)
+            known = before.host()["resident"]
+            if stopped:
+                client.signal(signal.SIGSTOP)
             with ServiceProcess(folder, "--drain", "1", takeover=True) as new, Admin(new) as after:
                 assert ended(old) == 0
-                kept = after.host()
-                assert kept["private"] > 0
+                kept = after.host()["private"]
+                assert (kept > 0) == stopped
+                assert after.host()["resident"] + kept == known
                 client.kill()
                 within(2.0, lambda: after.host()["private"] == 0)
                 assert new.stop() == {"dropped": {}}

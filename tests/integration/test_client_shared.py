@@ -15,7 +15,7 @@ import pytest
 
 import hicache
 from hicache.config import Config, Drain, Host, Leases, Listen, Size
-from hicache.errors import CacheClosed, GeometryError, InvalidInput
+from hicache.errors import CacheClosed, GeometryError, InvalidInput, LeaseExpired
 from hicache.rpc.client.state import ClientState
 from hicache.testing.clients import NAMESPACE, PATIENCE, SIZE, SOON, random_pages, store, until
 from hicache.testing.engine import prompt, small_namespace
@@ -263,9 +263,11 @@ def test_slots_of_one_service_are_never_taken_for_those_of_the_next(folder: Path
             pages = store(cache, tokens)
             old = cache.request(tokens, logits=False)
             slots = old.load()
+            view = cache.host.page(slots[0])
             served.stop()
             until(lambda: not cache.connected, "the end")
-            assert np.array_equal(cache.host.page(slots[0]), pages[0])  # still mapped, for copies that are under way
+            assert np.array_equal(view, pages[0])  # still mapped, for copies that are under way
+            assert np.array_equal(cache.host.page(slots[0]), pages[0])
             assert old.read_into(np.zeros((2, SIZE), np.uint8)) == 0
             served.start()
             assert cache.wait_connected(PATIENCE)
@@ -280,6 +282,26 @@ def test_slots_of_one_service_are_never_taken_for_those_of_the_next(folder: Path
             old.close()
             with pytest.raises(CacheClosed, match="belongs to a request that is closed"):
                 cache.host.page(slots[0])
+    finally:
+        served.stop()
+
+
+def test_memory_is_let_go_of_at_the_services_end_where_nobody_has_views(folder: Path) -> None:
+    """So the next service need not keep the slots of requests that are open; the first view then comes too late."""
+    served = ServedApp(config(folder))
+    served.start()
+    try:
+        with hicache.connect(served.address, NAMESPACE, backoff=SOON) as cache:
+            store(cache, prompt(1, 8))
+            with cache.request(prompt(1, 8), logits=False) as old:
+                slots = old.load()
+                assert "hicache-arena" in Path("/proc/self/maps").read_text()
+                served.stop()
+                until(lambda: "hicache-arena" not in Path("/proc/self/maps").read_text(), "the end of the memory")
+                for late in (lambda: old.page(0), lambda: cache.host.page(slots[0])):
+                    with pytest.raises(LeaseExpired):
+                        late()
+                assert old.read_into(np.zeros((2, SIZE), np.uint8)) == 0
     finally:
         served.stop()
 

@@ -125,6 +125,11 @@ class LeasedPages:
                 self.ended = reason
                 self._state.counters.add("lost")
 
+    def gone(self, reason: str) -> None:
+        """The connection has ended. The memory is let go of as soon as no copy runs, and no views are possible."""
+        self.lose(reason)
+        self._let_go()
+
     def revoke(self, reason: str) -> None:
         """The service has ended the lease. Acknowledged when no copy runs, and no views of the engine are possible."""
         with self._lock:
@@ -142,12 +147,16 @@ class LeasedPages:
 
     def _let_go(self) -> None:
         with self._state.viewing, self._lock:
-            if not self._revoked or self._copies or (self._state.viewed and not self.closed):
+            over = self.ended is not None and self.connection.ending.done()
+            if not (self._revoked or over) or self._copies or (self._state.viewed and not self.closed):
                 return
             self._revoked = False
             if not self.closed:
                 self._state.given_up.add(self)
-        self._state.acknowledge(self.connection, (self.lease,))
+        if over:
+            self._state.forget_memory()
+        else:
+            self._state.acknowledge(self.connection, (self.lease,))
 
     def _enter(self) -> bool:
         with self._lock:

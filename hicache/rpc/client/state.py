@@ -292,7 +292,7 @@ class ClientState:
                 self._memories[connection.epoch] = connection.memory
             affected = [pages for pages in self._open if pages.connection is connection]
         for pages in affected:
-            pages.lose(self.link.reason)
+            pages.gone(self.link.reason)
         self.forget_memory()
 
     # ---- memory
@@ -339,7 +339,7 @@ class ClientState:
         """
         current = None if everything else self.link.connection
         with self._lock:
-            used = set() if everything else {pages.connection.epoch for pages in self._open}
+            used = set() if everything else {pages.connection.epoch for pages in self._open - self.given_up}
             if current is not None:
                 used.add(current.epoch)
             gone = [self._memories.pop(epoch) for epoch in set(self._memories) - used]
