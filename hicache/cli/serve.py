@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -42,6 +43,8 @@ def run(options: argparse.Namespace) -> int:
     import asyncio
 
     from hicache.cli.main import EXIT_FINE
+
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else gRPC writes lines of its own between ours
     from hicache.sidecar.app import serve
     from hicache.sidecar.checks import check_files
     from hicache.sidecar.logs import set_up

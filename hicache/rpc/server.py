@@ -7,6 +7,7 @@ size of a message is known before anything is done about it.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -31,6 +32,8 @@ from hicache.rpc.transport import SERVER_OPTIONS, TRANSPORT_BYTES
 from hicache.rpc.verbs import closing
 
 __all__ = ["Listener", "RpcServer"]
+
+_log = logging.getLogger("hicache.rpc")
 
 SESSION_SERVICE: Final = "hicache.rpc.v1.SessionService"
 ADMIN_SERVICE: Final = "hicache.rpc.v1.AdminService"
@@ -264,6 +267,8 @@ class RpcServer:
 
 async def _abort(context: Context, error: Exception) -> NoReturn:
     message = encode_error(error)
+    if isinstance(error, Unauthenticated | PermissionDenied):
+        _log.warning("a caller was refused: %s", message.message, extra={"address": context.peer()})
     details = ((DETAILS_KEY, message.SerializeToString()),)
     await context.abort(row_of(error).code, message.message, details)
 
