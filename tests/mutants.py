@@ -262,8 +262,8 @@ RUNTIME_MUTANTS = (
     runtime(
         "an event that breaks publishes all the same",
         "executor.py",
-        "[PageResult.OK if passed else PageResult.FAILED] * count",
-        "[PageResult.OK] * count",
+        "result = PageResult.OK if passed else PageResult.FAILED\n",
+        "result = PageResult.OK\n",
     ),
     runtime(
         "a copier that answers for another number of pages has answered well",
