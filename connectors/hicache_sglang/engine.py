@@ -19,6 +19,7 @@ from hicache.storage.retry import RetryPolicy
 from hicache_sglang.calls import Complaints, TimedCalls
 from hicache_sglang.counters import Counters, Statistics
 from hicache_sglang.facts import engine_facts, names_adapters
+from hicache_sglang.fitting import fit
 from hicache_sglang.identity import identify
 from hicache_sglang.pool import Bytes, HostPages, describe_pool
 from hicache_sglang.settings import Settings, read_settings
@@ -34,6 +35,7 @@ OLDEST: Final = (0, 5, 12)
 NEWEST: Final = (0, 5, 23)
 """Range of SGLang's versions whose interface was compared with this module."""
 
+_RANGE: Final = " to ".join(".".join(map(str, bound)) for bound in (OLDEST, NEWEST))
 _HASH = re.compile(r"[0-9a-f]{64}")
 _METRICS: Final = ("sglang.srt.observability.metrics_collector", "sglang.srt.metrics.collector")
 _ANCHOR: Final = "kv"
@@ -60,6 +62,11 @@ class HiCacheStorageBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is 
         self._pages: HostPages | None = None
         self._store: PageStore | None = None
         self._disabled = "no host pool is registered yet"
+        if MISFITS:
+            self._disable(
+                f"this SGLang's interface has changed: {'; '.join(MISFITS)}: upgrade hicache, or use SGLang {_RANGE}"
+            )
+            return
         try:
             self._settings = read_settings(getattr(storage_config, "extra_config", None))
             self._calls = TimedCalls(self._settings.timeout)
@@ -277,6 +284,10 @@ class HiCacheStorageBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is 
         return pages
 
 
+MISFITS: Final = fit(HiCacheStorageBackend, HiCacheStorage)
+"""What the installed SGLang asks for otherwise than this module has it."""
+
+
 def _place(pages: HostPages, slots: list[int]) -> Bytes | None:
     # A page's slots follow each other: a page at other places is no page of this pool.
     return pages.at(slots[0]) if slots[-1] - slots[0] == len(slots) - 1 else None
@@ -317,7 +328,4 @@ def _warn_of_version() -> None:
         return
     numbers = tuple(int(part) for part in re.findall(r"\d+", found)[:3])
     if not OLDEST <= numbers <= NEWEST:
-        oldest, newest = (".".join(map(str, bound)) for bound in (OLDEST, NEWEST))
-        _log.warning(
-            "hicache: SGLang %s is outside %s to %s, with which this plug-in was compared", found, oldest, newest
-        )
+        _log.warning("hicache: SGLang %s is outside %s, with which this plug-in was compared", found, _RANGE)

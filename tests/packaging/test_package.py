@@ -13,7 +13,7 @@ import pytest
 
 import hicache
 
-SHIPPED = ("hicache", "storage_backends/hicache_file")
+SHIPPED = ("hicache", "storage_backends/hicache_file", "connectors/hicache_sglang")
 HEAVY = {"torch", "cupy", "grpc", "redis", "rich"}
 LONGEST_MODULE = 500
 
@@ -31,7 +31,7 @@ def run_python(code: str, folder: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("module", ["hicache", "hicache_file", "hicache.cli", "hicache.cli.replay"])
+@pytest.mark.parametrize("module", ["hicache", "hicache_file", "hicache_sglang", "hicache.cli", "hicache.cli.replay"])
 def test_import_is_light(module: str, tmp_path: Path) -> None:
     loaded = run_python(f"import sys, {module}; print(*sys.modules)", tmp_path).split()
     assert not HEAVY & {name.split(".", maxsplit=1)[0] for name in loaded}
@@ -39,7 +39,8 @@ def test_import_is_light(module: str, tmp_path: Path) -> None:
 
 def test_only_packages_are_importable(tmp_path: Path) -> None:
     code = (
-        "import importlib.util as u; print([n for n in ('tests', 'storage_backends', 'benchmarks') if u.find_spec(n)])"
+        "import importlib.util as u; "
+        "print([n for n in ('tests', 'storage_backends', 'connectors', 'benchmarks') if u.find_spec(n)])"
     )
     assert run_python(code, tmp_path).strip() == "[]"
 
@@ -60,6 +61,11 @@ def test_backends_are_found_and_load() -> None:
     assert {"file", "memory"} <= set(found)
     for name in ("file", "memory"):
         assert hasattr(found[name].load(), "from_url")
+
+
+def test_connectors_are_found_and_load_without_an_engine() -> None:
+    found = {entry.name: entry for entry in entry_points(group="hicache.connectors")}
+    assert found["sglang"].load().__all__ == ["HiCacheStorageBackend"]
 
 
 @pytest.mark.case("SEC-1")

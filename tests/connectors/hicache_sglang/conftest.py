@@ -236,9 +236,11 @@ def release(request: pytest.FixtureRequest) -> str:
 def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ModuleType]]:
     """Puts the recorded modules of a release in SGLang's place; gives the plug-in's module, loaded anew."""
 
-    def install(release: str = "0.5.23", *, arguments: Any = None, seeds: bool = True) -> ModuleType:
+    def install(
+        release: str = "0.5.23", *, base: type | None = None, arguments: Any = None, seeds: bool = True
+    ) -> ModuleType:
         storage = ModuleType("sglang.srt.mem_cache.hicache_storage")
-        base = RecordedStorage if release == "0.5.12" else RecordedStorage0523
+        base = base or (RecordedStorage if release == "0.5.12" else RecordedStorage0523)
         storage.__dict__.update(
             HiCacheStorage=base,
             HiCacheStorageExtraInfo=ExtraInfo,

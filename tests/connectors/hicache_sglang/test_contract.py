@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from hashlib import sha256
 from types import SimpleNamespace
@@ -34,11 +35,19 @@ def pages(pool: Any, slots: torch.Tensor) -> list[bytes]:
     return [bytes(pool.get_data_page(first).view(torch.uint8).numpy()) for first in firsts]
 
 
+def config() -> SimpleNamespace:
+    """An engine's configuration, as far as every release has it."""
+    return SimpleNamespace(
+        tp_rank=0, tp_size=1, is_mla_model=False, model_name="m", extra_config={"storage": "memory://"}
+    )
+
+
 def same(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Equal in every bit: a NaN equals itself."""
     return left.contiguous().view(torch.uint8).equal(right.contiguous().view(torch.uint8))
 
 
+@pytest.mark.case("PLUG-3")
 def test_every_method_takes_what_the_engine_gives(release: str, install: Callable[..., Any]) -> None:
     """Each call that binds to the recorded base class, by position or by name, binds to ours."""
     ours = install(release).HiCacheStorageBackend
@@ -54,10 +63,75 @@ def test_every_method_takes_what_the_engine_gives(release: str, install: Callabl
         assert len(required) <= sum(one.default is inspect.Parameter.empty for one in recorded.values()), name
 
 
+@pytest.mark.case("PLUG-3")
+@pytest.mark.parametrize("change", ["two more", "renamed"])
+def test_a_host_of_another_interface_runs_without_a_cache(
+    change: str, install: Callable[..., Any], pools: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What the installed base class asks for otherwise is named at load; no request fails for it, however it calls."""
+    base = install("0.5.23").HiCacheStorage
+
+    class Changed(base):  # type: ignore[misc, valid-type]
+        if change == "two more":
+
+            @abstractmethod
+            def pin(self, keys: Any) -> Any: ...
+
+            @abstractmethod
+            def unpin(self, keys: Any) -> Any: ...
+
+        else:
+
+            def batch_get_v1(self, names: Any, host_indices: Any, extra_info: Any = None) -> Any:
+                raise NotImplementedError
+
+    module = install("0.5.23", base=Changed)
+    one = module.HiCacheStorageBackend(config(), {})
+    pool = pools.mha()
+    one.register_mem_pool_host(pool)
+    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    expected = {"two more": "it asks for pin, which is not known here", "renamed": "it calls batch_get_v1"}
+    assert expected[change] in said
+    assert "use SGLang 0.5.12 to 0.5.23" in said
+    if change == "renamed":
+        assert one.batch_get_v1(names=KEYS, host_indices=source(pool)) == [False] * PAGES
+    else:
+        assert one.pin(KEYS) is one.unpin(keys=KEYS) is None
+    assert one.batch_exists(KEYS) == 0
+    one.close()
+
+
+class RecordedWithoutV1(ABC):
+    """A host from before the zero-copy interface."""
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        self.mem_pool_host = mem_pool_host
+
+    @abstractmethod
+    def batch_set(
+        self, keys: Any, values: Any = None, target_locations: Any = None, target_sizes: Any = None
+    ) -> Any: ...
+
+    @abstractmethod
+    def batch_get(self, keys: Any, target_locations: Any = None, target_sizes: Any = None) -> Any: ...
+
+
+def test_a_host_without_the_zero_copy_interface_uses_the_other(install: Callable[..., Any], pools: Any) -> None:
+    """A base class that has less than we offer asks for nothing that is not here."""
+    module = install("0.5.12", base=RecordedWithoutV1)
+    one = module.HiCacheStorageBackend(config(), {})
+    pool = pools.mha()
+    one.register_mem_pool_host(pool)
+    assert module.MISFITS == ()
+    assert one.batch_set(KEYS[:1], [pool.get_data_page(0)])
+    assert same(one.batch_get(KEYS[:1])[0], pool.get_data_page(0))
+    one.close()
+
+
 def test_the_factory_passes_two_positional_arguments(release: str, install: Callable[..., Any]) -> None:
     """`cls(storage_config, {})` works, before any pool is known; every answer is then a miss."""
-    config = SimpleNamespace(extra_config={"storage": "memory://", "backend_name": "hicache", "interface_v1": 1})
-    one = install(release).HiCacheStorageBackend(config, {})
+    fields = SimpleNamespace(extra_config={"storage": "memory://", "backend_name": "hicache", "interface_v1": 1})
+    one = install(release).HiCacheStorageBackend(fields, {})
     assert one.batch_exists(KEYS) == 0
     assert one.batch_get_v1(KEYS, torch.arange(12)) == [False] * PAGES
     assert one.batch_set_v1(KEYS, torch.arange(12)) == [False] * PAGES
@@ -93,6 +167,7 @@ def test_latents_are_one_object_for_all_ranks(layout: str, plugin: Plugin, pools
         assert same(other._page((4 + page) * pool.page_size)[0], stored)
 
 
+@pytest.mark.case("PLUG-2")
 @pytest.mark.parametrize("layout", MHA_LAYOUTS)
 def test_layouts_share_pages(layout: str, plugin: Plugin, pools: Any) -> None:
     """A page that one layout stored is read by another, element by element."""
@@ -120,6 +195,7 @@ def test_each_rank_holds_its_own_heads(plugin: Plugin, pools: Any) -> None:
     assert plugin(pools.mha(heads=4)).batch_exists(KEYS) == 0
 
 
+@pytest.mark.case("PLUG-4")
 def test_agreed_head_groups_serve_another_topology(plugin: Plugin, pools: Any) -> None:
     """With the same `head_group` two ranks of two heads read what one rank of four has stored."""
     whole = pools.mha(heads=4)

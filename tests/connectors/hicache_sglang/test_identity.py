@@ -23,6 +23,7 @@ def digest(one: Any) -> bytes:
 BASE: dict[str, Any] = {"extra": {"revision": "1"}}
 
 
+@pytest.mark.case("PLUG-2")
 @pytest.mark.parametrize(
     ("pool", "options"),
     [

@@ -29,7 +29,6 @@ def slots(first: int = 0) -> torch.Tensor:
     return torch.arange(first * 4, (first + PAGES) * 4)
 
 
-@pytest.mark.case("PLUG-3")
 @pytest.mark.parametrize("error", [OSError("gone"), RuntimeError("a bug"), MemoryError(), KeyError("x")])
 def test_nothing_is_raised_into_the_engine(error: Exception, plugin: Plugin, pools: Any) -> None:
     """Whatever a backend raises in whatever verb, each method answers that there is nothing."""
