@@ -20,7 +20,7 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 from grpc import aio
 
-from hicache.errors import ConfigError, HicacheError, InvalidInput, LimitExceeded
+from hicache.errors import ConfigError, HicacheError, InvalidInput, LimitExceeded, PermissionDenied, Unauthenticated
 from hicache.rpc.address import Address
 from hicache.rpc.administration import CALLS, Streamed, Unary
 from hicache.rpc.latency import LatencyMeter, VerbStatistics
