@@ -126,6 +126,7 @@ def test_service_dies_under_load_and_comes_back(folder: Path) -> None:
             with ServiceProcess(folder) as second, Admin(second) as admin:
                 within(2.0, lambda: admin.statistics()["service"]["sessions"] == 4)
                 within(10.0, lambda: admin.statistics()["service"]["leases"]["opened"] > 20)
+                admin.wait(0.5)  # the last one has a session, and may still be mapping its memory
                 results = [worker.stop() for worker in workers]
                 seen(results)
                 for result in results:
