@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from queue import Queue
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,9 +34,10 @@ def make_mha(
     page: int = PAGE,
     dtype: torch.dtype = torch.bfloat16,
     first_layer: int = 0,
+    tokens: int = TOKENS,
 ) -> MHATokenToKVPoolHost:
-    """A real host pool of 128 tokens and a page, filled with bytes that differ everywhere."""
-    k, v = ([torch.zeros(TOKENS, heads, dim, dtype=dtype) for _ in range(layers)] for _ in "kv")
+    """A real host pool of so many tokens and a page, filled with bytes that differ everywhere."""
+    k, v = ([torch.zeros(tokens, heads, dim, dtype=dtype) for _ in range(layers)] for _ in "kv")
     buffers = info.KVBuffers(
         k=tuple(k), v=tuple(v), k_data_ptrs=_pointers(k), v_data_ptrs=_pointers(v), layout=info.KVBufferLayout.NHD
     )
@@ -56,7 +58,7 @@ def make_mha(
         layout,
         pin_memory=False,
         device="cpu",
-        device_capacity_tokens=TOKENS,
+        device_capacity_tokens=tokens,
         start_layer=first_layer,
         end_layer=first_layer + layers,
     )
@@ -137,9 +139,14 @@ class Engine:
         controller = HiCacheController.__new__(HiCacheController)  # its threads and device pools are of no use here
         controller.storage_host_pool = controller.mem_pool_host = pool
         controller.page_size = pool.page_size
+        controller.prefetch_sync_queue = Queue()
         controller.storage_config = settings
         self.backend = StorageBackendFactory.create_backend("dynamic", settings, pool)
         controller.storage_backend = self.backend
+        controller.page_get_func, controller.page_set_func = (
+            controller._page_get_zero_copy,
+            controller._page_set_zero_copy,
+        )
         self.backend.register_mem_pool_host(pool)
         self.backend.on_host_pools_registered()
         self.controller = controller

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from array import array
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
@@ -9,7 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.managers.cache_controller import PrefetchOperation, StorageOperation
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo, HiCacheStorageFailureInjector
+from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_hash_str
 from sglang.srt.observability.metrics_collector import StorageMetrics
 from sglang_pools import DIM, HEADS, LAYERS, PAGE, bytes_at, fill, make_mha, make_mla
@@ -185,6 +191,53 @@ def test_an_object_of_another_length_is_a_miss(change: int, engine: Callable[...
     assert first.store(KEYS, SOURCE, zero_copy=True)
     assert first.load(KEYS, TARGET, zero_copy=True) == PAGES
     assert same(written(pool), loaded(pool))
+
+
+def test_the_controllers_own_loops_agree(engine: Callable[..., Any]) -> None:
+    """Write-back, look-up and prefetch as the controller's threads do them, in several batches with prefix keys."""
+    pages = 150  # the controller takes 128 at a time
+    tokens = list(range(pages * PAGE))
+    pool = make_mha(tokens=2 * pages * PAGE)
+    first = engine(pool)
+    slots = torch.arange(pages * PAGE)
+    keys = get_hash_str(tokens, None, page_size=PAGE)
+    backup = StorageOperation(slots, tokens, hash_value=keys, prefix_keys=[])
+    first.controller._page_backup(backup)
+    assert backup.completed_tokens == len(tokens)
+
+    wanted = [*tokens, *range(7, 7 + PAGE)]  # one page more than is there
+    prefetch = PrefetchOperation("r", RadixKey(array("q", wanted)), None, prefix_keys=[])
+    found, count = first.controller._storage_hit_query(prefetch)
+    assert (found, count) == (keys, len(tokens))
+    prefetch.hash_value, prefetch.host_indices = found, slots + pages * PAGE
+    assert first.controller._page_transfer(prefetch) == pages
+    for page in (0, 127, 128, 149):
+        assert torch.equal(bytes_at(pool, page * PAGE), bytes_at(pool, (pages + page) * PAGE))
+
+
+def test_another_process_reads_what_this_one_wrote(engine: Callable[..., Any], storage: str) -> None:
+    """Nothing but the folder is shared: the bytes of a fresh process's pool are those that were stored."""
+    pool = make_mha("page_head")
+    assert engine(pool).store(KEYS, SOURCE, zero_copy=True)
+    code = (
+        "import sys, torch\nfrom hashlib import sha256\nfrom sglang_pools import *\n"
+        "pool = make_mha('layer_first')\npool.kv_buffer.zero_()\n"
+        "one = Engine(pool, {'storage': sys.argv[1]})\n"
+        "done = one.load(sys.argv[2:], torch.arange(len(sys.argv[2:]) * PAGE), zero_copy=True)\n"
+        "page = pool.get_data_page(0, flat=False).contiguous().view(torch.uint8)\n"
+        "print(done, sha256(page.numpy()).hexdigest())\none.backend.close()\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+    done = subprocess.run(
+        [sys.executable, "-c", code, storage, *KEYS],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=environment,
+        timeout=300,
+    )
+    stored = pool.get_data_page(0, flat=False)[:, 0].permute(0, 3, 2, 1, 4).contiguous().view(torch.uint8)
+    assert done.stdout.split()[-2:] == [str(PAGES), sha256(stored.numpy()).hexdigest()]
 
 
 def test_parents_are_kept_and_compared(engine: Callable[..., Any]) -> None:
