@@ -66,7 +66,7 @@ def gigabytes(pages: int, seconds: list[float]) -> float:
 def match(cache: ConnectedCache) -> Row:
     tokens = prompt(1, 8192 // NAMESPACE.page_size)
     with cache.request(tokens, logits=False) as request:
-        request.allocate()
+        request.write_from([bytes(PAGE_BYTES)] * len(request.allocate()))
         request.commit()
     connection = cache.state.link.connection
     assert connection is not None

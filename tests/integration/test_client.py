@@ -72,6 +72,29 @@ def test_a_prompt_that_grows_is_committed_as_its_pages_become_whole(cache: hicac
     assert cache.match([*tokens, 7, 8, 9, 10, 11], logits=False).pages == 3
 
 
+def test_pages_that_were_never_written_are_not_published(served: Served, cache: hicache.ConnectedCache) -> None:
+    """A commit that covers a page with whatever its slot had before is refused, and publishes nothing."""
+    tokens = prompt(1, 16)
+    with cache.request(tokens, logits=False) as request:
+        request.allocate()
+        request.write_from(random_pages(1, seed=2))
+        request.write_from(random_pages(1), first=2)
+        with pytest.raises(InvalidInput, match=r"page 1 .* never written: .*upto=4"):
+            request.commit()
+        with pytest.raises(InvalidInput, match="page 1"):
+            request.commit(wait=False)
+        assert not served.service.pages
+        request.commit(upto=4)
+        request.write_from(random_pages(1, seed=3), first=1)
+        request.commit(upto=12)
+        assert cache.match(tokens, logits=False).pages == 3
+        written = hicache.ThreadEvent()
+        request.commit(ready=written)  # the writer may still write it
+        written.set()
+        until(lambda: cache.statistics().failed_commits == 1, "the refusal")
+    assert cache.match(tokens, logits=False).pages == 3
+
+
 def test_scopes_tell_pages_apart(cache: hicache.ConnectedCache) -> None:
     tokens = prompt(1, 12)
     for options in ({}, {"salt": "x"}, {"adapter": hicache.Adapter("sql", digest=b"d" * 16)}):
@@ -155,6 +178,7 @@ def test_more_slots_than_there_are_are_refused_with_the_numbers(cache: hicache.C
 def test_a_service_that_names_pages_otherwise_publishes_nothing(served: Served, cache: hicache.ConnectedCache) -> None:
     with cache.request(prompt(1, 8), logits=False) as request:
         request.allocate()
+        request.write_from(random_pages(2))
         request._verbs._symbols = bytes(len(request._verbs._symbols))  # tokens that are not those of the hashes
         with pytest.raises(HashMismatch):
             request.commit()

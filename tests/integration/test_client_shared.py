@@ -70,6 +70,63 @@ def test_a_tensor_needs_no_copy_of_a_page_either(served: ServedApp) -> None:
         assert tensors[0].view(torch.uint8).eq(7).all()
 
 
+# ---- pages that were never written
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_slot_that_was_written_once_begins_unwritten_for_the_next_request(
+    served: ServedApp, *, streamed: bool
+) -> None:
+    """What an earlier request has put into a slot does not count for a later one that gets the same."""
+    with hicache.connect(served.address, NAMESPACE, streamed=streamed) as cache:
+        used = set()
+        for seed in range(2):
+            with cache.request(prompt(seed, 4 * 64), logits=False) as request:  # all slots that there are
+                used.add(tuple(sorted(request.allocate().tolist())))
+                with pytest.raises(InvalidInput, match="page 0 .* never written"):
+                    request.commit()
+                assert request.write_from(random_pages(64)) == 64
+        assert len(used) == 1
+        assert cache.match(prompt(1, 4 * 64), logits=False).pages == 0
+
+
+def test_memory_that_was_handed_out_counts_as_written(served: ServedApp) -> None:
+    """An engine that writes by itself says nothing of it, so pages that it has looked at can be committed."""
+    with hicache.connect(served.address, NAMESPACE) as cache, cache.request(prompt(1, 16), logits=False) as request:
+        slots = request.allocate().tolist()
+        request.page(0)[:] = 1
+        cache.host.page(slots[1])[:] = 2
+        cache.host.write_page(slots[2], random_pages(1)[0])
+        cache.host.read_page(slots[3])
+        with pytest.raises(InvalidInput, match="page 3"):
+            request.commit()
+        request.commit(upto=12)
+        assert cache.match(prompt(1, 16), logits=False).pages == 3
+
+
+def test_each_rank_answers_for_what_it_writes(served: ServedApp) -> None:
+    """A rank of several that has written nothing is told so, unless its part of the pages is written by another."""
+    for namespace, refused in ((NAMESPACE, True), (LATENT, False)):
+        with ExitStack() as stack:
+            ranks = [
+                stack.enter_context(hicache.connect(served.address, namespace, group="g", tp_rank=rank, tp_size=2))
+                for rank in range(2)
+            ]
+            request = stack.enter_context(ranks[0].request(prompt(1, 8), logits=False))
+            request.allocate()
+            request.write_from(random_pages(2, size=ranks[0].host.page_bytes))
+            request.commit()
+            ticket = request.ticket()
+            assert ticket is not None
+            joined = stack.enter_context(ranks[1].join(ticket))
+            if refused:
+                with pytest.raises(InvalidInput, match="page 0 .* never written"):
+                    joined.commit()
+                joined.write_from(random_pages(2, size=ranks[1].host.page_bytes))
+            joined.commit()
+            assert ranks[0].match(prompt(1, 8), logits=False).pages == 2
+
+
 # ---- groups
 
 

@@ -145,6 +145,7 @@ def test_stopped_storage_disturbs_nobody_who_has_the_pages(folder: Path, tmp_pat
 
             with cache.request(known, logits=False) as request:
                 request.allocate()
+                request.write_from(bytes(64 * PAGE_BYTES))
                 request.commit()
             before = quantile(lease, 0.99, 200)
             server.pause()
@@ -172,6 +173,7 @@ def test_living_client_keeps_its_leases(folder: Path) -> None:
         tokens = TOKENS[: 4 * NAMESPACE.page_size]
         with cache.request(tokens, logits=False) as request:
             request.allocate()
+            request.write_from(bytes(4 * PAGE_BYTES))
             until = admin.statistics()["service"]["uptime_seconds"] + 1.5
             eventually(lambda: admin.statistics()["service"]["uptime_seconds"] > until)
             request.commit()

@@ -24,6 +24,7 @@ from hicache.errors import HicacheError, HicacheInternalError, ProtocolMismatch,
 from hicache.rpc.address import Address
 from hicache.rpc.client.options import ClientOptions, Place, Secrets
 from hicache.rpc.client.protocol import Away, Reply, SessionProtocol
+from hicache.rpc.client.written import Written
 from hicache.rpc.convert.admin import encode_target
 from hicache.rpc.convert.session import decode_attached, decode_welcome, encode_attachment
 from hicache.rpc.service import PROTOCOL, Attached, Attachment, Target, Welcome
@@ -58,6 +59,7 @@ class Connection:
         memory: the shared pages, which outlive it: who has requests may still copy. None where bytes are streamed, or
             nothing is read or written.
         lifeline: its lifeline, or None.
+        written: which slots were written over it.
         draining: the service ends soon, so nothing new begins here.
         ending: done when it is over, with the reason.
     """
@@ -71,6 +73,7 @@ class Connection:
         self.attached: Attached
         self.memory: SharedPages | None = None
         self.lifeline: Lifeline | None = None
+        self.written: Written
         self.draining = False
         self._loop = loop
         self._dropped: deque[int] = deque()
@@ -313,6 +316,7 @@ class Dialer:
         connection.memory = await _in_thread(
             lambda: SharedPages(lifeline, attached, populate=populate), SharedPages.close
         )
+        connection.written = connection.memory.written
 
     def _lifeline_ended(self, connection: Connection, number: int) -> None:
         asyncio.get_running_loop().remove_reader(number)
@@ -346,6 +350,7 @@ class Dialer:
         )
         reply = await connection.ask(pb.Request(attach=encode_attachment(attachment)), seconds)
         connection.attached = decode_attached(reply.attached)
+        connection.written = Written(connection.attached.slots)
 
     async def _serve(self, connection: Connection, stream: Any, part: Callable[[Any], Any]) -> None:
         reason = f"the service at {self.address} has ended the session"

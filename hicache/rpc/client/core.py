@@ -111,7 +111,14 @@ class ClientCore:
         self.namespace = namespace
         self.page_size = namespace.page_size
         page_bytes = place.page_bytes(namespace)
-        self.state = ClientState(namespace, page_bytes=page_bytes, worker=place.worker, options=options, clock=clock)
+        self.state = ClientState(
+            namespace,
+            page_bytes=page_bytes,
+            worker=place.worker,
+            writes=place.writes(namespace),
+            options=options,
+            clock=clock,
+        )
         self.host = ConnectedHost(self.state)
         self._dialer = Dialer(
             address, secrets=secrets, options=options, namespace=namespace, place=place, notice=self._notice

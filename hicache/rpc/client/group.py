@@ -10,7 +10,7 @@ import msgspec
 from hicache.core.symbols import TOKEN_SIZE
 from hicache.errors import CacheClosed, InvalidInput
 from hicache.memory.base import Bytes
-from hicache.memory.writer import WriterEvent
+from hicache.memory.writer import READY, WriterEvent
 from hicache.rpc.client.commits import Commits
 from hicache.rpc.client.flow import run
 from hicache.rpc.client.pages import Buffers, LeasedPages
@@ -132,7 +132,8 @@ class JoinedRequest:
         Pages become visible when every rank has said so. `wait` as in `ConnectedRequest.commit`.
 
         Raises:
-            InvalidInput: `upto` is not within the prompt, or `ready` is no event.
+            InvalidInput: `upto` is not within the prompt, `ready` is no event, or a page of which this rank writes a
+                part was never written. Nothing was published.
             HashMismatch: the service computes other page hashes; nothing was published.
             CacheClosed: the request or the cache is closed.
         """
@@ -144,13 +145,17 @@ class JoinedRequest:
         event = event_of(ready)
         pages = self._open()
         if pages is not None:
-            run(self._commits.add(min(tokens // self._state.page_size, pages.end), event, wait=wait))
+            end = min(tokens // self._state.page_size, pages.end)
+            if end > self._sent and (event is None or event is READY):  # else they are perhaps written meanwhile
+                pages.check_written(self._sent, end)
+            run(self._commits.add(end, event, wait=wait))
 
     async def _publish(self, end: int) -> None:
         pages = self._pages
         assert pages is not None
         if end <= self._sent or not pages.live:
             return
+        pages.check_written(self._sent, end)
         begin, self._sent = self._sent, end
         commit = pb.Commit(lease=pages.lease, upto=end)
         if self._ticket.content:

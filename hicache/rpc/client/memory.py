@@ -16,6 +16,7 @@ from hicache.memory.arena import MappedArena, MappedWords
 from hicache.memory.base import Bytes
 from hicache.memory.rankpages import RankMemory, RankPages
 from hicache.rpc.client.lifeline import Lifeline
+from hicache.rpc.client.written import Written
 from hicache.rpc.service import Attached
 
 __all__ = ["SharedPages"]
@@ -39,6 +40,7 @@ class SharedPages:
     Attributes:
         slots: number of slots.
         page_bytes: bytes of this rank's part of a page.
+        written: slots that were written here, or handed out as memory.
 
     Raises:
         ConfigError: what was handed out is not the memory that was announced.
@@ -47,6 +49,7 @@ class SharedPages:
     def __init__(self, lifeline: Lifeline, attached: Attached, *, populate: bool = False) -> None:
         self.slots = attached.slots
         self.page_bytes = attached.rank_page_bytes
+        self.written = Written(attached.slots)
         self._lifeline = lifeline
         self._stop = threading.Event()
         self._populating: threading.Thread | None = None
@@ -87,8 +90,10 @@ class SharedPages:
         return self._pages.writes
 
     def page(self, slot: int) -> Bytes:
-        """One page, not a copy; see `RankPages.page`."""
-        return self._pages.page(slot)
+        """One page, not a copy; see `RankPages.page`. Who has it may write it, so it counts as written."""
+        page = self._pages.page(slot)
+        self._note(slot)
+        return page
 
     def read_page(self, slot: int) -> Bytes:
         """A copy of one page; see `RankPages.read_page`."""
@@ -97,6 +102,7 @@ class SharedPages:
     def write_page(self, slot: int, data: Any) -> None:
         """Write one page; see `RankPages.write_page`."""
         self._pages.write_page(slot, data)
+        self._note(slot)
 
     def gather(self, slots: Slots, out: Sequence[Bytes] | Bytes) -> None:
         """Copy pages out, into rows of an array, or into one buffer a page. Releases the GIL while bytes move."""
@@ -113,6 +119,10 @@ class SharedPages:
         else:
             for at, row in enumerate(pages):
                 self._pages.scatter(slots[at : at + 1], row.reshape(1, -1))
+        self._note(slots)
+
+    def _note(self, slots: Slots | int) -> None:
+        self.written.note(slots, self._words.values[slots])
 
     def unchanged(self, slots: Slots, words: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
         """Which slots have still the words that were noted. To be asked behind the copy."""

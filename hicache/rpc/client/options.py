@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hicache.core.arenas import ArenaPlan
 from hicache.core.identity import Namespace
 from hicache.core.partition import plan_shards
 from hicache.errors import ConfigError, InvalidInput, NamespaceError
@@ -155,6 +156,17 @@ class Place:
             namespace.geometry, namespace.page_size, tp_rank=self.tp_rank, tp_size=self.tp_size, pp_layers=layers
         )
         return plan.page_bytes
+
+    def writes(self, namespace: Namespace) -> bool:
+        """Whether this process writes any part of the pages; of what several ranks have, one does.
+
+        Raises:
+            GeometryError: the ranks' ranges are no unions of shards.
+        """
+        plan = ArenaPlan.of(
+            namespace.geometry, namespace.page_size, tp_size=self.tp_size, pp_first_layers=self.pp_first_layers
+        )
+        return self.worker and any(arena.writes for arena in plan.rank(self.tp_rank, self.pp_rank).arenas)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -234,6 +234,28 @@ class LeasedPages:
         finally:
             self._leave()
 
+    def check_written(self, begin: int, end: int) -> None:
+        """Refuse to publish private pages into which nobody here has put anything. Others have their slots' past.
+
+        Raises:
+            InvalidInput: such a page.
+        """
+        connection, memory = self.connection, self.connection.memory
+        part = slice(begin - self.first, end - self.first)
+        lacking = connection.written.lack(self._slots[part], self._words[part])
+        if not self._state.writes or not self.live or not lacking.any():
+            return
+        try:
+            over = memory is not None and not memory.unchanged(self._slots[part], self._words[part]).all()
+        except CacheClosed:
+            over = True
+        if not over and not connection.gone():  # else the lease is lost, with what was to be written
+            page = begin + int(np.argmax(lacking))
+            raise InvalidInput(
+                f"commit: page {page} has a slot and was never written: write it by write_from(), page() or "
+                f"cache.host, or commit only what lies before it, by upto={page * self._state.page_size}"
+            )
+
     def _gather(self, targets: list[Bytes] | Bytes, begin: int, end: int) -> int:
         memory = self.connection.memory
         assert memory is not None
@@ -307,6 +329,8 @@ class LeasedPages:
             page, future = asked.popleft()
             if await state.reply_to(future, self) is None:
                 return page
+        part = slice(begin - self.first, end - self.first)
+        self.connection.written.note(self._slots[part], self._words[part])
         return end - begin
 
 

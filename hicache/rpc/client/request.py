@@ -210,7 +210,8 @@ class ConnectedRequest(RequestView):
                 what this process asks afterwards finds them all the same, and a refusal is logged and counted.
 
         Raises:
-            InvalidInput: `upto` is not within the prompt and the slots allocated, or `ready` is no event.
+            InvalidInput: `upto` is not within the prompt and the slots allocated, `ready` is no event, or a page was
+                never written: by `write_from`, or as memory (`page`, `cache.host`). Nothing was published.
             HashMismatch: the service computes other page hashes; nothing was published.
             CacheClosed: the request or the cache is closed.
         """

@@ -92,6 +92,7 @@ class ClientState:
         namespace, page_size: the model as served.
         page_bytes: bytes of this rank's part of a page.
         worker: whether this process reads and writes pages, or only schedules.
+        writes: whether it writes any part of them.
         options: of the client.
         counters: what it counts.
         link: keeps it connected.
@@ -103,12 +104,20 @@ class ClientState:
     """
 
     def __init__(
-        self, namespace: Namespace, *, page_bytes: int, worker: bool, options: ClientOptions, clock: Clock
+        self,
+        namespace: Namespace,
+        *,
+        page_bytes: int,
+        worker: bool,
+        writes: bool,
+        options: ClientOptions,
+        clock: Clock,
     ) -> None:
         self.namespace = namespace
         self.page_size = namespace.page_size
         self.page_bytes = page_bytes
         self.worker = worker
+        self.writes = writes
         self.options = options
         self.now = clock.now
         self.counters = Counters()

@@ -170,8 +170,9 @@ def _prompt(number: int, tokens: int) -> np.ndarray[Any, np.dtype[np.uint32]]:
 
 def _latencies(cache: ConnectedCache, salt: str, options: TrialOptions) -> tuple[Latency, ...]:
     prompt = _prompt(-1 % 2**32, options.tokens)
+    page = bytes(cache.host.page_bytes)
     with cache.request(prompt, salt=salt) as request:
-        request.allocate()
+        request.write_from([page] * len(request.allocate()))
         request.commit(ready=READY)
     times: dict[str, list[float]] = {}
 
@@ -189,6 +190,7 @@ def _latencies(cache: ConnectedCache, salt: str, options: TrialOptions) -> tuple
         timed("release", request.close)
         fresh = cache.request(_prompt(2**40 + number, NAMESPACE.page_size + 1), salt=salt)
         timed("reserve", fresh.allocate, 1)
+        fresh.write_from(page)
         timed("commit", fresh.commit, NAMESPACE.page_size, ready=READY)
         fresh.close()
     if not cache.connected:

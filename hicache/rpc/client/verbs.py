@@ -21,7 +21,7 @@ from hicache.core.reasons import RequestCounts
 from hicache.core.residency import Slots
 from hicache.core.symbols import TOKEN_SIZE, Span, Tokens, page_extras, symbols
 from hicache.errors import CacheClosed, InvalidInput
-from hicache.memory.writer import WriterEvent
+from hicache.memory.writer import READY, WriterEvent
 from hicache.records import Match, MissReason
 from hicache.rpc.client.commits import Commits
 from hicache.rpc.client.connection import ATTACHMENT, Connection
@@ -234,7 +234,14 @@ class RequestVerbs:
                 f"commit: page {end} is behind the last one that can be committed: {own} slots were allocated behind "
                 f"{self._usable} usable pages of {self.whole} whole ones"
             )
+        if event is None or event is READY:  # else they are perhaps written meanwhile
+            self._check_written(end)
         await self.commits.add(end, event, wait=wait)
+
+    def _check_written(self, end: int) -> None:
+        assert self.pages is not None
+        if self._start is not None and end > self._sent:
+            self.pages.check_written(self._sent, end)
 
     def _pages_to_commit(self, upto: int | None) -> int:
         tokens = self.tokens if upto is None else whole_number(upto)
@@ -249,6 +256,7 @@ class RequestVerbs:
         assert pages is not None
         if self._start is None or end <= self._sent or not pages.live:
             return
+        self._check_written(end)
         begin, self._sent = self._sent, end
         self._tell_extension(pages)
         tokens, extras = self._content(begin, end)
