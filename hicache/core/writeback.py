@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hicache.core.prompt import PageIdentity, Prompt
-from hicache.core.registry import DEVICE, HOST
+from hicache.core.registry import DEVICE, HOST, Registry
 from hicache.core.residency import FREE, Slots
 from hicache.core.room import Room
 from hicache.core.transferlog import TransferLog
@@ -276,3 +276,19 @@ def _used_at_least(path: Path, hits: int) -> Path:
 def _allowed(node: Node, hits: int | None) -> bool:
     # None is "on eviction": closing evicts everything.
     return hits is None or node.hits >= hits
+
+
+def unwritten(registry: Registry, trees: list[HiRadixTree]) -> int:
+    """Pages that STORAGE should have by the policies, and is not believed to have. O(nodes)."""
+    config = registry.config
+    if not registry.stores:
+        return 0
+    pages, todo = 0, [tree.root for tree in trees]
+    while todo:
+        node = todo.pop()
+        todo += node.children.values()
+        goes_down = _allowed(node, config.device_to_host.hits)
+        held = max(node.resident[HOST], node.resident[DEVICE] if goes_down else 0)
+        if _allowed(node, config.host_to_storage.hits):
+            pages += max(0, held - node.believed)
+    return pages

@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 
 from hicache.core.transfers import TransferKind
+from hicache.core.writeback import unwritten as unwritten_pages
 from hicache.runtime.parts import Parts
 from hicache.runtime.reducer import Ringer
 
@@ -29,12 +30,14 @@ class CloseReport:
         abandoned_pages: pages of transfers that had not ended at the deadline; their results were not waited for.
         aborted_requests: requests that were still open, and were released.
         stuck_threads: threads that are still inside a storage or copy call; they end when it returns.
+        unwritten_pages: pages that storage should have by the write policies, and is not known to have.
     """
 
     complete: bool
     abandoned_pages: int = 0
     aborted_requests: int = 0
     stuck_threads: int = 0
+    unwritten_pages: int = 0
 
 
 def drain(parts: Parts, *, end: float) -> bool:
@@ -68,6 +71,12 @@ def drain(parts: Parts, *, end: float) -> bool:
             if started and _pages_down(parts) == before:
                 return False
         return True
+
+
+def unwritten(parts: Parts) -> int:
+    """Pages that storage should have and is not known to have. O(nodes)."""
+    with parts.reducer.lock:
+        return unwritten_pages(parts.core.registry, parts.core.trees)
 
 
 def take_apart(parts: Parts, pump: Ringer | None, *, end: float) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from hicache.core.tree import HiRadixTree
 from hicache.memory.base import HostPool
 from hicache.records import MissReason
 from hicache.runtime.arguments import number_of_seconds
-from hicache.runtime.closing import CloseReport, drain, take_apart
+from hicache.runtime.closing import CloseReport, drain, take_apart, unwritten
 from hicache.runtime.parts import Parts
 from hicache.runtime.reducer import Ringer
 from hicache.runtime.statistics import Ledger
@@ -89,13 +89,14 @@ class LeasingCache(Upkeep):
             reducer.changed.notify_all()
         # Without storage nothing outlives this process, so there is nothing worth writing down.
         complete = drain(self.parts, end=end) if self._attached else True
+        left = 0 if complete else unwritten(self.parts)
         with reducer.lock:
             reducer.closed = _CLOSED
             reducer.changed.notify_all()
         abandoned, stuck = take_apart(self.parts, self._pump, end=end)
         if self.parts.flight is not None:
             self.parts.flight.close()
-        return CloseReport(complete, abandoned, len(leases), stuck)
+        return CloseReport(complete, abandoned, len(leases), stuck, left)
 
     # ---- for requests
 

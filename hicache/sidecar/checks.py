@@ -21,7 +21,7 @@ __all__ = ["addresses", "check", "check_files", "storage_url"]
 
 _ENDPOINTS = ("tcp://", "ipc:///", "ipc://@")
 _SMALLEST_MESSAGE = 2**20
-_SMALLEST_HOST = 2**20
+_SMALLEST_HOST = 4096  # a slot takes no less
 
 
 class _Wrong(Exception):  # noqa: N818  never leaves this module
@@ -142,8 +142,9 @@ def _check_sizes(config: Config) -> None:
 
 
 def _check_others(config: Config) -> None:
-    if config.metrics.address and _parsed("metrics.address", config.metrics.address, listening=True).is_unix:
-        raise _Wrong("metrics.address", "give host:port: scrapers do not come over Unix sockets")
+    address = config.metrics.address
+    if address and (":" not in address or _parsed("metrics.address", address, listening=True).is_unix):
+        raise _Wrong("metrics.address", f"{address!r:.80} is none: give host:port, such as 127.0.0.1:9400")
     for key in ("publish", "replay"):
         endpoint = getattr(config.events, key)
         if endpoint and not endpoint.startswith(_ENDPOINTS):

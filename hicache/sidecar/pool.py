@@ -99,6 +99,7 @@ class Pool:
         self.proofs = Proofs(host, words.values)
         self.kept: list[Kept] = []
         self._ranks: dict[Rank, RankPages] = {}
+        self._stuck = False
         self._stop = threading.Event()
         self._populating: threading.Thread | None = None
 
@@ -230,19 +231,21 @@ class Pool:
         self._populating.start()
 
     def end(self, deadline: float) -> int:
-        """Write down what storage lacks, and do nothing more. Blocks; returns the pages dropped on their way."""
+        """Write down what storage lacks, and do nothing more. Blocks; returns the pages that it was not given."""
         self._stop.set()
         if self._populating is not None:
             self._populating.join()
         self._populating = None
-        return self.cache.close(deadline).abandoned_pages
+        report = self.cache.close(deadline)
+        self._stuck = report.abandoned_pages > 0
+        return report.unwritten_pages
 
     def close(self, deadline: float) -> int:
         """`end`, then give the memory back; it stays while a call into storage still writes there."""
-        abandoned = self.end(deadline)
+        unwritten = self.end(deadline)
         for kept in self.kept:
             kept.close()
-        if not abandoned:
+        if not self._stuck:
             # Views keep memory mapped, and others wait for it.
             for pages in self._ranks.values():
                 pages.close()
@@ -251,7 +254,7 @@ class Pool:
             self.cache.let_go_of_words()
             self.host.close()
         self.words.close()
-        return abandoned
+        return unwritten
 
     def disagree(self, other: Pool, group: str) -> NoReturn:
         """Refuse a rank whose group serves `other`."""

@@ -216,7 +216,7 @@ class PoolTable:
             await asyncio.wait(list(self._making.values()))
 
     async def close(self, seconds: float) -> int:
-        """Close all pools within so many seconds. Returns the pages on their way that were dropped."""
+        """Close all pools within so many seconds. Returns the pages that storage was not given."""
         end = self._loop.time() + seconds
         await self.settle()
         return sum([await self._close(pool, max(0.0, end - self._loop.time())) for pool in self])

@@ -89,7 +89,7 @@ class Ending:
     """How it ended.
 
     Attributes:
-        dropped_pages: pages that were on their way to storage, or from it.
+        dropped_pages: pages that storage should have and was not given.
         estate: what is left to the next service; its descriptors are the caller's to close. None: nothing.
     """
 
@@ -443,14 +443,13 @@ class SidecarService:
         for pool in self.pools:
             self.pins.leave(pool)
         parts: list[tuple[HeldPool, list[int]]] = []
-        dropped = 0
         if leave:
             for pool in self.pools:
                 kept = left_of(pool, list(self.leases))
-                dropped += await asyncio.to_thread(pool.end, max(0.0, end - self.loop.time()))
+                await asyncio.to_thread(pool.end, max(0.0, end - self.loop.time()))
                 held, descriptors = await asyncio.to_thread(leave_pool, pool, kept)
                 parts.append((held, [os.dup(fd) for fd in descriptors]))
-        dropped += await self.pools.close(max(0.0, end - self.loop.time()))
+        dropped = await self.pools.close(max(0.0, end - self.loop.time()))
         self.events.close()
         return Ending(dropped, estate_of(parts, storage=self.storage_name) if leave else None)
 

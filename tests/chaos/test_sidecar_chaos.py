@@ -84,6 +84,7 @@ def test_clients_die_and_stop_under_load(folder: Path) -> None:
         assert service.stop() == {"dropped": {}}
 
 
+@pytest.mark.case("LEAK-2")
 def test_dead_clients_pages_are_free_within_a_second(folder: Path) -> None:
     """Every page that a killed client held, read or reserved, is free at once, and nothing else was touched."""
     with ServiceProcess(folder) as service, Admin(service) as admin:
@@ -94,6 +95,7 @@ def test_dead_clients_pages_are_free_within_a_second(folder: Path) -> None:
                 assert within(RECLAIM_SECONDS, admin.at_rest) < RECLAIM_SECONDS
 
 
+@pytest.mark.case("LEAK-2")
 def test_stopped_clients_slots_are_nobody_elses(folder: Path) -> None:
     """While a stopped client might still write, its slots stay in quarantine, long after its leases have ended."""
     options = ["--hold", "30", "--pages", "200"]

@@ -286,6 +286,7 @@ def test_lost_writer_ends_what_it_has_not_written() -> None:
     assert world.book.find(done.number, [owner])[0] is done
 
 
+@pytest.mark.case("LEAK-2")
 def test_unused_lease_expires_but_keeps_its_slots() -> None:
     """An expired lease is refused and revoked; its slots wait for the client."""
     world = World(seconds=10.0)
@@ -324,6 +325,7 @@ def test_renewed_lease_lives_on() -> None:
         world.book.find(lost.number, [owner])
 
 
+@pytest.mark.case("LEAK-2")
 def test_quarantine_is_bounded() -> None:
     """A session whose expired leases keep too much gets no more, until it lets go."""
     world = World(seconds=1.0, quarantined=3)
