@@ -183,6 +183,8 @@ class App:
         if found.estate is None and takeover:
             patience = 2 * self._config.drain.seconds + _PATIENCE
             found = await asyncio.to_thread(inherit_at, sockets[0], seconds=patience)
+            if found.estate is None:
+                _log.info("nothing to take over at %s: this service begins with empty memory", sockets[0])
         self._undo.callback(found.close)
         return found
 

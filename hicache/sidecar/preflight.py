@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 __all__ = ["disagreements", "preflight", "through_tiers"]
 
 _PATIENCE: Final = 10.0
+_POLL: Final = 0.02
 _POOL: Final = Size(8 * 2**20)
 _NAMESPACE: Final = Namespace(
     model="hicache/doctor",
@@ -145,14 +146,36 @@ async def _storage(config: Config) -> AsyncIterator[Finding]:
         yield Finding("storage", False, str(error))
         return
     try:
-        seen = storage.statistics()
-        limit = "" if seen.capacity is None else f" of {format_size(seen.capacity)}"
-        yield Finding("storage", True, f"opened, holds {format_size(seen.bytes_used)}{limit}")
+        answer = await _answer(storage)
+        yield answer
+        if not answer.good:  # what follows would only say the same in other words
+            yield await through_tiers(config, None)
+            return
         yield await through_tiers(config, storage)
         for finding in await asyncio.to_thread(lambda: [*_namespaces(storage)]):
             yield finding
     finally:
         await asyncio.to_thread(storage.close)
+
+
+async def _answer(storage: StorageBackend) -> Finding:
+    """Whether it answers, and what it says of itself: stores open before they are reached, or have read their index."""
+    try:
+        await asyncio.to_thread(storage.generation, _NAMESPACE.digest)
+    except (StorageError, OSError) as error:
+        return Finding("storage", False, f"opened, but it does not answer: {error}")
+    loop = asyncio.get_running_loop()
+    until = loop.time() + _PATIENCE
+    while not (seen := storage.statistics()).ready and loop.time() < until:
+        await asyncio.sleep(_POLL)
+    texts = ["it answers"]
+    if seen.objects or not seen.ready:
+        texts.append(f"holds {format_size(seen.bytes_used)} in {seen.objects:,} objects")
+    if not seen.ready:
+        texts.append("as far as its index is read, which goes on")
+    if seen.capacity is not None:
+        texts.append(f"may hold {format_size(seen.capacity)}")
+    return Finding("storage", True, ", ".join(texts))
 
 
 async def through_tiers(config: Config, storage: StorageBackend | None) -> Finding:

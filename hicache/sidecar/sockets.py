@@ -109,6 +109,11 @@ def _lock(path: str) -> int:
     for _ in range(_TRIES):
         try:
             lock = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except FileNotFoundError as error:
+            raise ConfigError(
+                f"socket {path!r:.200}: folder {os.path.dirname(path) or '.'!r:.200} does not exist: make it, or give "
+                "--listen with a path in a folder that exists"
+            ) from error
         except OSError as error:
             raise ConfigError(
                 f"socket {path!r:.200}: its lock file {name!r:.200} cannot be opened: {error.strerror}; use a folder "

@@ -298,7 +298,9 @@ def test_the_clients_pings_are_tolerated_by_the_server(served: Served, cache: hi
     assert cache.connected
 
 
-def test_a_client_without_the_right_token_is_refused_at_connect_and_one_with_it_is_not() -> None:
+def test_a_client_without_the_right_token_is_refused_at_connect_and_one_with_it_is_not(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     def authenticate(peer: Peer) -> Caller:
         if peer.token == "reader":
             return Caller(tenant="acme", write=False, admin=False)
@@ -309,13 +311,16 @@ def test_a_client_without_the_right_token_is_refused_at_connect_and_one_with_it_
             connected(served.address)
         with pytest.raises(Unauthenticated):
             connected(served.address, token="wrong")
+        assert "goes on" not in caplog.text  # it was raised, so nothing does
         with connected(served.address, token="reader") as cache:
             assert cache.match(prompt(1, 8)).pages == 0
             with pytest.raises(PermissionDenied, match="right admin"):
                 cache.clear()
 
 
-def test_a_service_that_starts_to_refuse_is_tried_again_and_the_reason_is_kept() -> None:
+def test_a_service_that_starts_to_refuse_is_tried_again_and_the_reason_is_kept(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     allowed = threading.Event()
 
     def authenticate(peer: Peer) -> Caller:
@@ -332,8 +337,11 @@ def test_a_service_that_starts_to_refuse_is_tried_again_and_the_reason_is_kept()
         served.stop()
         served.start()
         until(lambda: "not yet" in cache.statistics().why_away, "the refusal")
+        assert caplog.text.count("refuses this client, it goes on without the cache: not yet") == 1
         allowed.set()
         assert cache.wait_connected(PATIENCE)
+        levels = {record.levelname for record in caplog.records if "again" in record.getMessage()}
+        assert levels == {"WARNING"}  # whoever saw that the cache went away sees that it is back
 
 
 def test_clearing_says_what_storage_has_not_confirmed(cache: hicache.ConnectedCache) -> None:

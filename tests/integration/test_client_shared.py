@@ -83,7 +83,7 @@ def test_a_slot_that_was_written_once_begins_unwritten_for_the_next_request(
         for seed in range(2):
             with cache.request(prompt(seed, 4 * 64), logits=False) as request:  # all slots that there are
                 used.add(tuple(sorted(request.allocate().tolist())))
-                with pytest.raises(InvalidInput, match="page 0 .* never written"):
+                with pytest.raises(InvalidInput, match=r"page 0 .* never written"):
                     request.commit()
                 assert request.write_from(random_pages(64)) == 64
         assert len(used) == 1
@@ -120,7 +120,7 @@ def test_each_rank_answers_for_what_it_writes(served: ServedApp) -> None:
             assert ticket is not None
             joined = stack.enter_context(ranks[1].join(ticket))
             if refused:
-                with pytest.raises(InvalidInput, match="page 0 .* never written"):
+                with pytest.raises(InvalidInput, match=r"page 0 .* never written"):
                     joined.commit()
                 joined.write_from(random_pages(2, size=ranks[1].host.page_bytes))
             joined.commit()

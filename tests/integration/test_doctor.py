@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ import pytest
 
 import hicache
 from hicache.rpc.service import Finding
+from hicache.sidecar import preflight as module
 from hicache.sidecar.preflight import disagreements, preflight, through_tiers
 from hicache.sidecar.settings import load_settings
+from hicache.storage.base import StorageStatistics
 from hicache.storage.memory import MemoryBackend
 from hicache.testing import faults
 from hicache.testing.faults import FaultyStorage
@@ -75,7 +78,7 @@ def test_addresses_that_are_taken(tmp_path: Path) -> None:
         )
     assert "is taken" in findings[f"address unix://{tmp_path}/h.sock"].text
     assert "Address already in use" in findings[f"address 127.0.0.1:{port}"].text
-    assert "No such file" in findings[f"address unix://{tmp_path}/none/h.sock"].text
+    assert "does not exist: make it" in findings[f"address unix://{tmp_path}/none/h.sock"].text
     assert os.path.exists(f"{tmp_path}/h.sock")
 
 
@@ -95,6 +98,42 @@ def test_storage_that_cannot_be_opened(tmp_path: Path) -> None:
     finding = found(listen__addresses=f"{tmp_path}/h.sock", storage__url=f"file://{tmp_path}/file")["storage"]
     assert not finding.good
     assert str(tmp_path / "file") in finding.text
+
+
+def test_storage_at_which_nobody_answers(tmp_path: Path) -> None:
+    """A store that opens lazily is asked, and what is said of it is true; nothing is sent through it then."""
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # and listens not
+        url = f"redis://127.0.0.1:{closed.getsockname()[1]}/0?prefix=test"
+        findings = found(listen__addresses=f"{tmp_path}/h.sock", storage__url=url)
+    assert not findings["storage"].good
+    assert "opened, but it does not answer: " in findings["storage"].text
+    assert findings["canary page"].text == "came back with the same bytes from HOST"
+
+
+class Rebuilding(MemoryBackend):
+    """Storage whose index is read for a while."""
+
+    def __init__(self, looks: int) -> None:
+        super().__init__()
+        self.looks = looks
+
+    def statistics(self) -> StorageStatistics:
+        self.looks -= 1
+        return replace(super().statistics(), ready=self.looks < 0, objects=3 if self.looks < 0 else 1, bytes_used=2048)
+
+
+@pytest.mark.parametrize(
+    ("looks", "text"),
+    [
+        (3, "it answers, holds 2 KiB in 3 objects"),
+        (10**9, "it answers, holds 2 KiB in 1 objects, as far as its index is read, which goes on"),
+    ],
+)
+def test_storage_whose_index_is_being_read(monkeypatch: pytest.MonkeyPatch, looks: int, text: str) -> None:
+    """It is waited for, and where that takes too long, what is known is said to be not all."""
+    monkeypatch.setattr(module, "_PATIENCE", 0.2)
+    assert asyncio.run(module._answer(Rebuilding(looks))).text == text
 
 
 def manifest(tenant: str | None = None, **changes: Any) -> dict[str, Any]:

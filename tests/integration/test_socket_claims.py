@@ -187,7 +187,8 @@ def test_a_lock_file_that_leads_elsewhere_is_not_followed(tmp_path: Path) -> Non
 
 
 def test_a_missing_folder_is_told(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"No such file or directory; use a folder that exists"):
+    """By its name, and what to do."""
+    with pytest.raises(ConfigError, match=rf"folder '{tmp_path}/no' does not exist: make it, or .*--listen"):
         claim(str(tmp_path / "no" / "s.sock"))
 
 

@@ -71,6 +71,7 @@ class Link:
         self._changed = threading.Condition()
         self._decided = 0  # attempts that have ended, or have brought a connection
         self._closed = False
+        self._awaited = True  # whether somebody waits for the first attempt, and is told there that it is refused
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closing: asyncio.Event | None = None
         self._thread = threading.Thread(target=self._run, name="hicache-client", daemon=True)
@@ -88,6 +89,7 @@ class Link:
 
         with self._changed:
             self._changed.wait_for(enough, timeout)
+            self._awaited = False
 
     def wait_connected(self, timeout: float) -> None:
         """Wait until there is a connection."""
@@ -158,8 +160,11 @@ class Link:
                 await (self._options.pause or asyncio.sleep)(self._options.backoff.seconds(failed))
 
     def _begun(self, connection: Connection) -> None:
-        if self.connections or self.attempts > 1:
-            _log.info("connected to %s again", self._dialer.address)
+        if self.connections:
+            _log.warning("connected to %s again", self._dialer.address)  # seen by whoever saw that it went away
+        elif self.attempts > 1:
+            level = logging.INFO if self.refusal is None else logging.WARNING
+            _log.log(level, "connected to %s after %d attempts", self._dialer.address, self.attempts)
         with self._changed:
             self.connections += 1
             self.connection, self.refusal = connection, None
@@ -181,7 +186,7 @@ class Link:
         refusal = error if isinstance(error, REFUSALS) else None
         if refusal is not None:  # kept, so it must not keep what the attempt had open
             refusal.__traceback__ = refusal.__context__ = refusal.__cause__ = None
-        if refusal is not None and str(refusal) != str(self.refusal):
+        if refusal is not None and not self._awaited and str(refusal) != str(self.refusal):
             _log.error("%s refuses this client, it goes on without the cache: %s", self._dialer.address, error)
         self.refusal = refusal
 

@@ -60,7 +60,12 @@ def test_what_fits(values: dict[str, Any]) -> None:
         ({"limits__message_bytes": "2GiB"}, "2 GiB is not between"),
         ({"limits__chunk_bytes": "9MiB"}, "9 MiB is not between 4 KiB and half a message, 8 MiB"),
         ({"metrics__address": "/run/metrics"}, "give host:port"),
-        ({"metrics__address": "9400"}, "metrics.address (--set): address '9400'"),
+        ({"metrics__address": "unix:///run/metrics"}, "give host:port"),
+        (
+            {"metrics__address": "9400"},
+            "metrics.address (--set): '9400' is none: give host:port, such as 127.0.0.1:9400",
+        ),
+        ({"metrics__address": "localhost:94000"}, "port 94000 is not between"),
         ({"events__publish": "127.0.0.1:5557"}, "events.publish (--set): '127.0.0.1:5557' is no endpoint"),
         ({"events__replay": "tcp://127.0.0.1:1"}, "set events.publish too"),
         ({"storage__options": '{"a": 1}'}, "options of no storage"),
