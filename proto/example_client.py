@@ -1,4 +1,10 @@
-"""Stores a page in a service and loads it again: `python example_client.py unix:/run/hicache/hicache.sock`.
+"""Stores a page in a service and loads it again.
+
+To run it, in a copy of this folder and with nothing else of hicache installed:
+
+    python -m pip install grpcio-tools
+    python -m grpc_tools.protoc -I. --python_out=. --grpc_python_out=. hicache/rpc/v1/*.proto
+    python example_client.py unix:/run/hicache/hicache.sock
 
 Uses nothing of hicache but the code that protoc makes of the .proto files beside this one, so a client in any other
 language looks the same. It streams bytes; clients on the same machine can map the service's memory (lifeline.proto).

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import shutil
 import subprocess
 import sys
@@ -32,6 +33,27 @@ def run_example(repository: Path, folder: Path, address: str) -> subprocess.Comp
         check=False,
         timeout=60,
     )
+
+
+@pytest.mark.slow
+def test_the_commands_that_the_example_gives_make_it_run(repository: Path, tmp_path: Path) -> None:
+    """A copy of proto/ and the compiler are all that its reader needs."""
+    compiler = repository / "build" / "proto-env" / "bin" / "python"
+    if not compiler.exists():
+        pytest.skip("there is no compiler: proto/generate.py makes its environment")
+    folder = tmp_path / "proto"
+    shutil.copytree(repository / "proto", folder)
+    given = ast.get_docstring(ast.parse((folder / "example_client.py").read_text())) or ""
+    _, generate, run = [line.strip() for line in given.splitlines() if line.startswith("    python")]
+    config = Config(listen=Listen(addresses=(f"unix://{tmp_path}/s",)), host=Host(bytes=parse_size("4MiB")))
+    with ServedApp(config):
+        commands = f"{generate} && {run}".replace("python -", f"{compiler} -").replace("python e", f"{compiler} e")
+        commands = commands.replace("/run/hicache/hicache.sock", f"{tmp_path}/s")
+        done = subprocess.run(
+            ["sh", "-c", commands], cwd=folder, capture_output=True, text=True, check=False, timeout=60
+        )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "16384 bytes came back as they were\n"
 
 
 @pytest.mark.slow

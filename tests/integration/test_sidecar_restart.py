@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from hicache.config import Host, Leases, Size
+from hicache.config import Config, Host, Leases, Listen, Size
 from hicache.core.residency import NO_SLOTS
 from hicache.errors import ConfigError
 from hicache.memory.arena import Arena
@@ -26,6 +26,7 @@ from hicache.rpc.service import Caller, RequestScope, Target
 from hicache.runtime.hosting import HostedCache, open_hosted
 from hicache.runtime.inheriting import bequeath, inherit
 from hicache.runtime.scopes import Scope
+from hicache.sidecar.app import App
 from hicache.sidecar.document import document
 from hicache.sidecar.estate import Estate, HeldProcess, started
 from hicache.sidecar.processes import Peer
@@ -223,6 +224,20 @@ def test_processes_that_cannot_be_seen_are_waited_for() -> None:
                 await pool.changes.wait(until)
 
     run(test)
+
+
+def test_takeover_where_nothing_is_to_be_had_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It begins as it would without, and says in one line that it has taken nothing over."""
+
+    async def test() -> None:
+        listen = Listen(addresses=(f"unix://{tmp_path}/s",))
+        app = App(Config(listen=listen, host=Host(bytes=Size(2**22))))
+        await app.start(takeover=True)
+        await app.close()
+
+    with caplog.at_level("INFO", "hicache.sidecar"):
+        run(test)
+    assert caplog.text.count(f"nothing to take over at {tmp_path}/s") == 1
 
 
 def test_too_little_memory_leaves_pools_behind() -> None:
