@@ -6,13 +6,15 @@ import importlib
 import json
 import logging
 import re
+import threading
+import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final, TypeVar
 
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
-from hicache.errors import ConfigError, HicacheError
+from hicache.errors import ConfigError, DeadlineExceeded, HicacheError, StorageError
 from hicache.storage.breaker import BreakerPolicy
 from hicache.storage.registry import open_storage
 from hicache.storage.retry import RetryPolicy
@@ -38,7 +40,11 @@ NEWEST: Final = (0, 5, 23)
 _RANGE: Final = " to ".join(".".join(map(str, bound)) for bound in (OLDEST, NEWEST))
 _HASH = re.compile(r"[0-9a-f]{64}")
 _METRICS: Final = ("sglang.srt.observability.metrics_collector", "sglang.srt.metrics.collector")
+_SERIES: Final = ("prefetch_pgs", "backup_pgs", "prefetch_bandwidth", "backup_bandwidth")
 _ANCHOR: Final = "kv"
+
+AGAIN_SECONDS: Final = 10.0
+"""Between two tries to open a storage that was away when the engine started."""
 
 
 class HiCacheStorageBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is not installed where types are checked
@@ -61,6 +67,8 @@ class HiCacheStorageBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is 
         self._calls = TimedCalls(5.0)
         self._pages: HostPages | None = None
         self._store: PageStore | None = None
+        self._opening = threading.Lock()
+        self._open_again_at: float | None = None
         self._disabled = "no host pool is registered yet"
         if MISFITS:
             self._disable(
@@ -81,18 +89,39 @@ class HiCacheStorageBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is 
         super().register_mem_pool_host(mem_pool_host)
         if self._settings is None:
             return
-        try:
-            self._open(mem_pool_host, self._settings)
-        except HicacheError as error:
-            self._disable(str(error))
-        except Exception as error:  # a host pool of another release, a plug-in of somebody else
-            self._disable(f"{type(error).__name__}: {error}")
+        with self._opening:
+            self._try_to_open(self._settings)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         """Models with further pools (sliding window, recurrent, indexer) are not stored: half a state is no hit."""
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         if str(host_pool_name) != _ANCHOR:
             self._disable(f"the model has a pool {host_pool_name} beside its KV cache, which is not stored yet")
+
+    def _try_to_open(self, settings: Settings) -> None:
+        try:
+            self._open(self.mem_pool_host, settings)
+            self._open_again_at = None
+        except (StorageError, DeadlineExceeded) as error:
+            self._open_again_at = time.monotonic() + AGAIN_SECONDS
+            self._disabled = f"the storage cannot be opened: {error}"
+            self._complaints.say("the storage cannot be opened, and is tried again", error)
+        except HicacheError as error:
+            self._disable(str(error))
+        except Exception as error:  # a host pool of another release, a plug-in of somebody else
+            self._disable(f"{type(error).__name__}: {error}")
+
+    def _opened_late(self) -> PageStore | None:
+        """The store, if it is time to try again and the storage is there now. One thread tries, others go on."""
+        again, settings = self._open_again_at, self._settings
+        if again is None or settings is None or time.monotonic() < again or not self._opening.acquire(blocking=False):
+            return None
+        try:
+            if self._open_again_at is not None:
+                self._try_to_open(settings)
+        finally:
+            self._opening.release()
+        return self._store
 
     def _open(self, pool: Any, settings: Settings) -> None:
         facts = engine_facts()
@@ -106,7 +135,13 @@ class HiCacheStorageBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is 
         self._close_store()
         policy = BreakerPolicy(timeout=settings.timeout)
         backend = self._calls.run(lambda: open_storage(settings.storage, retry=RetryPolicy(), breaker=policy))
-        store = StoragePages(backend, identity, calls=self._calls, counters=self._counters, complaints=self._complaints)
+        try:
+            store = StoragePages(
+                backend, identity, calls=self._calls, counters=self._counters, complaints=self._complaints
+            )
+        except Exception:
+            self._calls.run(backend.close)
+            raise
         self._pages, self._store, self._disabled = pages, store, ""
         document = identity.namespace.describe()
         try:
@@ -127,6 +162,7 @@ class HiCacheStorageBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is 
         )
 
     def _disable(self, why: str) -> None:
+        self._open_again_at = None
         self._close_store()
         self._disabled = why
         _log.error("hicache: runs without a cache: %s", why)
@@ -222,6 +258,8 @@ class HiCacheStorageBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is 
             return None
         prefetched, backed_up = self._counters.drain()
         record = metrics()
+        if not all(isinstance(getattr(record, name, None), list) for name in _SERIES):
+            return None
         record.prefetch_pgs.extend(sample.pages for sample in prefetched)
         record.prefetch_bandwidth.extend(sample.bandwidth for sample in prefetched)
         record.backup_pgs.extend(sample.pages for sample in backed_up)
@@ -234,6 +272,7 @@ class HiCacheStorageBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is 
 
     def close(self) -> None:
         """Let go of the storage; every later call is a miss. Idempotent."""
+        self._open_again_at = None
         self._close_store()
         self._disabled = self._disabled or "closed"
 
@@ -249,7 +288,7 @@ class HiCacheStorageBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is 
             self._complaints.say("the storage did not close", error)
 
     def _guarded(self, kind: str, miss: T, work: Callable[[PageStore], T]) -> T:
-        store = self._store
+        store = self._store or self._opened_late()
         if store is None:
             return miss
         try:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from hicache.errors import StorageUnavailable
 from hicache.storage.base import ObjectStatus
 from hicache.storage.memory import MemoryBackend
 from hicache.testing.clients import until
@@ -48,6 +49,27 @@ def test_nothing_is_raised_into_the_engine(error: Exception, plugin: Plugin, poo
     assert one.clear() is False
     assert one.get_stats() is not None
     assert sum(one.statistics().read_failures.values()) >= PAGES
+
+
+def test_a_storage_that_comes_late_is_opened_late(
+    plugin: Plugin, pools: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Away when the engine starts: misses and one warning, no try before its time, and pages once it is there."""
+    memory = MemoryBackend()
+    monkeypatch.setattr(memory, "close", lambda: None)  # it is opened a second time
+    storage = FaultyStorage(memory)
+    storage.always("generation", fail(StorageUnavailable("no server")))
+    one = plugin(pools.mha(), backend=storage)
+    assert one.batch_set_v1(KEYS, slots()) == [False] * PAGES
+    assert "the storage cannot be opened, and is tried again: " in caplog.text
+    tries = storage.count("generation")
+    storage.always("generation", None)
+    assert one.batch_exists(KEYS) == 0
+    assert storage.count("generation") == tries
+    one._open_again_at = 0.0
+    assert one.batch_set_v1(KEYS, slots()) == [True] * PAGES
+    assert one.batch_exists(KEYS) == PAGES
+    assert one.statistics().disabled == ""
 
 
 def test_trouble_ends_with_its_cause(plugin: Plugin, pools: Any) -> None:
