@@ -364,7 +364,7 @@ def test_addresses_that_cannot_be_had(tmp_path: Path, capsys: pytest.CaptureFixt
         words = refused(capsys, "--listen", f"{tmp_path}/a.sock", "--metrics", f"127.0.0.1:{port}")
         assert "cannot be listened on: " in words
     assert "at most 107 bytes" in refused(capsys, "--listen", "unix:///" + "x" * 120)
-    assert "No such file" in refused(capsys, "--listen", f"{tmp_path}/none/h.sock")
+    assert "none' does not exist: make it" in refused(capsys, "--listen", f"{tmp_path}/none/h.sock")
     (tmp_path / "file").write_text("mine")
     assert "is no socket" in refused(capsys, "--listen", f"{tmp_path}/file")
     assert (tmp_path / "file").read_text() == "mine"
