@@ -71,6 +71,7 @@ class Reducer:
         self.forgetting = False
         self.look: Callable[[], float | None] = _no_storage
         self.flushes = flushes
+        self._came = 0
         self._wait = wait
         self._publish = publish
         self._failed = failed
@@ -104,7 +105,7 @@ class Reducer:
                 while inbox:
                     call, args = inbox.popleft()
                     self._guarded(call, args)
-                if flushes:
+                if flushes and self._progress():
                     # Once: what a full queue turns away has ended at once, and would be planned again without end.
                     flushes = False
                     self._guarded(self.core.flush, ())
@@ -121,6 +122,15 @@ class Reducer:
             news = events[:]
             events.clear()
             self._publish(news)
+
+    def _progress(self) -> bool:
+        """Whether pages have come to anywhere since the last look.
+
+        Where writes only fail, planning them again at each failure would never end; the next request tries again.
+        """
+        came = sum(pages for (_, good), pages in self.core.log.pages.items() if good)
+        before, self._came = self._came, came
+        return came != before
 
     def flush(self) -> None:
         """Keep the clean reserve, if a policy wants one, then settle. The lock is held."""

@@ -38,3 +38,29 @@ def test_settling_ends_although_a_full_queue_turns_away_all_that_the_clean_reser
     assert reducer.internal_errors == 0
     assert core.statistics().failed[TransferKind.WRITE_BACK] == 4 * len(shed)
     core.check()
+
+
+def test_writes_that_only_fail_are_not_planned_again_until_somebody_asks():
+    """Completions that come later bring no new plan: with storage in trouble that would never end."""
+    policy = EdgePolicy(None, on_eviction=True)
+    core = Core(CoreConfig(device_pages=8, host_pages=8, reserve=1.0, device_to_host=policy))
+    reducer = Reducer(core, wait=lambda condition, timeout: None, publish=lambda events: None, flushes=True)
+    begun: list[Transfer] = []
+    reducer.dispatch = begun.append
+    hasher = CountingHasher()
+    tree = core.tree(bytes(16), width=2, hasher=hasher)
+    lease = core.lease(tree, Prompt(b"abcdefgh", 2, hasher))
+    core.allocate(lease, 4)
+    core.commit(lease, 4, ready=True)
+    core.release(lease)
+    with reducer.lock:
+        reducer.flush()
+        for _ in range(10):
+            assert len(begun) <= 2, "failures plan their own repetition"
+            for transfer in begun:
+                if transfer.id in core.log.open:
+                    reducer.post(core.complete, transfer.id, [PageResult.FAILED] * transfer.count)
+            reducer.settle()
+        before = len(begun)
+        reducer.flush()
+        assert len(begun) == before + 1  # a request tries again
