@@ -152,7 +152,7 @@ def shown(name: str, value: Any) -> Any:
         return {key: shown(name, getattr(value, key)) for key in value.__struct_fields__}
     if isinstance(value, tuple):
         return [shown(name, entry) for entry in value]
-    if name == "storage.url":
+    if name == "storage.url" and isinstance(value, str):
         return redacted(_SECRET_PARAMETER.sub(r"\1***", value))
     return value
 

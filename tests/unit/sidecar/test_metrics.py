@@ -53,7 +53,7 @@ def document() -> dict[str, Any]:
         for prompt in (np.arange(100), np.arange(100), np.arange(500, 590)):
             with cache.request(prompt) as request:
                 request.load()
-                for slot in request.allocate():
+                for slot in request.allocate(deadline=30):
                     cache.device.write_page(slot, bytes(cache.device.page_bytes))
                 request.commit(ready=hicache.READY)
         cache.flush()
