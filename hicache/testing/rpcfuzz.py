@@ -101,7 +101,7 @@ class Fuzzer:
             request.CopyFrom(GOODBYE if self.random.random() < 0.05 else self.random.choice((HELLO, ATTACH)))
             return request
         verbs = [field.name for field in pb.Request.DESCRIPTOR.oneofs_by_name["verb"].fields]
-        verb = self.random.choice(verbs[1:-1])
+        verb = self.random.choice([verb for verb in verbs if verb not in ("hello", "goodbye")])
         if verb == "attach" and self.random.random() < 0.7:  # one that could almost be
             request.attach.CopyFrom(ATTACH.attach)
             field = self.random.choice(request.attach.DESCRIPTOR.fields)
