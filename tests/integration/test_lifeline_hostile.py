@@ -130,7 +130,7 @@ def test_a_flood_does_not_keep_others_waiting(tmp_path: Path) -> None:
 
     async def main() -> None:
         async with scene(tmp_path) as here:
-            stop = threading.Event()
+            begun, stop = threading.Event(), threading.Event()
 
             def flood() -> int:
                 client, sent = raw(here.path), 0
@@ -139,6 +139,7 @@ def test_a_flood_does_not_keep_others_waiting(tmp_path: Path) -> None:
                     client.send(encode_request(99))
                     client.recv(LIFELINE_PACKET)
                     sent += 1
+                    begun.set()
                 client.close()
                 return sent
 
@@ -149,6 +150,7 @@ def test_a_flood_does_not_keep_others_waiting(tmp_path: Path) -> None:
                     with pytest.raises(NotFound):
                         client.fetch(1)
 
+            assert await asyncio.to_thread(begun.wait, 30)
             await here.here(ask)
             stop.set()
             assert await flooding > 0

@@ -135,6 +135,7 @@ def drive_in_memory(choices: Choices, steps: int) -> CacheDriver:
 @pytest.mark.slow
 @pytest.mark.case(*CASES)
 @pytest.mark.parametrize("chunk", range(CHUNKS))
+@pytest.mark.no_cover  # steps by the ten thousand: the others reach all there is
 def test_long_random_histories(chunk: int) -> None:
     """The profile of the checks makes 200 histories, which are 100,000 steps."""
     histories = settings().max_examples // CHUNKS

@@ -80,6 +80,7 @@ def test_random_histories_that_shrink(config, data):
 @pytest.mark.parametrize("part", range(4))  # each well under the time that the slowest machine gives one test
 @settings(max_examples=50)
 @given(config=CONFIGS, seed=st.integers(0, 2**32))
+@pytest.mark.no_cover  # steps by the ten thousand: the others reach all there is
 def test_long_random_histories(part, config, seed):
     run(CoreDriver(SeededChoices(seed * 4 + part), config), 300)
 
@@ -89,6 +90,7 @@ def test_long_random_histories(part, config, seed):
 @pytest.mark.parametrize("part", range(2))
 @settings(max_examples=40)
 @given(config=HOSTED, seed=st.integers(0, 2**32))
+@pytest.mark.no_cover  # steps by the ten thousand: the others reach all there is
 def test_long_random_histories_where_host_is_the_top_tier(part, config, seed):
     """24,000 steps in the profile of the checks: the engines own DEVICE, and all verbs work on HOST."""
     run(CoreDriver(SeededChoices(seed * 2 + part), config, hashes=True), 300)

@@ -109,6 +109,7 @@ def drive_in_memory(choices: Choices, steps: int) -> HostedDriver:
 @pytest.mark.slow
 @pytest.mark.case(*CASES)
 @pytest.mark.parametrize("chunk", range(CHUNKS))
+@pytest.mark.no_cover  # steps by the ten thousand: the others reach all there is
 def test_long_random_histories(chunk: int) -> None:
     """The profile of the checks makes 100 histories, which are 40,000 steps."""
     histories = settings().max_examples // CHUNKS // 2
