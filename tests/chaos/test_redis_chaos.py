@@ -68,7 +68,8 @@ def test_a_cluster_of_three(small_trace: Path, tmp_path: Path) -> None:
     making = redischaos.cluster_place(binary, tmp_path / "place", maxmemory=MAXMEMORY, hold=HOLD, freeze=FREEZE)
     report = replayed(making, small_trace)
     assert len(report.steps) == 14
-    kept(report, quiet=QUIET)
+    # Connections that are killed while nothing is under way are opened again, and nobody fails.
+    kept(report, quiet=(*QUIET, "connections killed"))
 
 
 @pytest.mark.case("REDIS-7")
