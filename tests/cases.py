@@ -1,9 +1,10 @@
-"""Lists the field's failure cases with the tests that cover each: `python tests/cases.py [--all] [--json]`.
+"""Lists the field's failure cases with the tests that cover each: `python tests/cases.py [--all] [--json] [PATH ...]`.
 
 A suite that several backends inherit is named once, with how many run it; `--all` names each.
 
 Coverage is what pytest collects: every `@pytest.mark.case("KEY-1")`. Exit code 1 when a case has neither a test nor a
-reason for coming later, when a mark names a case that does not exist, or when tests cannot be collected.
+reason for coming later, when a mark names a case that does not exist, or when tests cannot be collected. With paths
+only the tests there are looked at, and cases without one are no error.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import sys
 import tomllib
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -43,7 +45,11 @@ class Marks:
         self.errors: list[str] = []
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        for item in session.items:
+        self.note(session.items)
+
+    def note(self, items: Iterable[pytest.Item]) -> None:
+        """Add the marks of these tests."""
+        for item in items:
             name = item.nodeid.split("[", maxsplit=1)[0]  # parameters of one test are one line
             for mark in item.iter_markers("case"):
                 for case in mark.args:
@@ -63,23 +69,26 @@ def load_cases(path: Path = DATA) -> dict[str, Case]:
     return {case.id: case for case in cases}
 
 
-def collect() -> Marks:
-    """Collect the whole suite, silently."""
+def collect(paths: Sequence[str] = ()) -> Marks:
+    """Collect the tests there, or the whole suite, silently."""
     marks = Marks()
+    where = paths or [str(ROOT / "tests")]
     with contextlib.redirect_stdout(io.StringIO()):
-        pytest.main(["--collect-only", "-q", "--rootdir", str(ROOT), str(ROOT / "tests")], plugins=[marks])
+        pytest.main(["--collect-only", "-q", "--rootdir", str(ROOT), *where], plugins=[marks])
     return marks
 
 
-def judge(cases: dict[str, Case], marks: Marks) -> list[str]:
-    """Put the tests into their cases and return what is wrong."""
+def judge(cases: dict[str, Case], marks: Marks, *, whole: bool = True) -> list[str]:
+    """Put the tests into their cases and return what is wrong; `whole` where they are all tests that there are."""
     wrong = list(marks.errors)
     for name, tests in marks.by_case.items():
         if name in cases:
             cases[name].tests = tests
         else:
             wrong.append(f"no such case: {name}, marked in {', '.join(tests)}")
-    wrong += [f"{case.id} has no test and no reason" for case in cases.values() if not case.tests and not case.later]
+    if whole:
+        missing = [case.id for case in cases.values() if not case.tests and not case.later]
+        wrong += [f"{name} has no test and no reason" for name in missing]
     return wrong
 
 
@@ -120,9 +129,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="failure cases and the tests that cover them")
     parser.add_argument("--all", action="store_true", help="name each suite's tests")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("path", nargs="*", help="look only there")
     options = parser.parse_args()
     cases = load_cases()
-    wrong = judge(cases, collect())
+    wrong = judge(cases, collect(options.path), whole=not options.path)
     if options.json:
         rows = [{"id": c.id, "title": c.title, "later": c.later, "tests": c.tests} for c in cases.values()]
         print(json.dumps({"cases": rows, "wrong": wrong}, indent=1))

@@ -58,7 +58,12 @@ _NEEDS = {
 }
 
 
+_COLLECTED: list[pytest.Item] = []  # before any is deselected
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    _COLLECTED.extend(items)
     for name, (what, present) in _NEEDS.items():
         marked = [item for item in items if item.get_closest_marker(name)]
         if marked and not present():
@@ -91,6 +96,13 @@ def no_leaked_threads() -> Iterator[None]:
 def repository() -> Path:
     """The repository's root."""
     return Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def whole_suite(request: pytest.FixtureRequest, repository: Path) -> list[pytest.Item] | None:
+    """Every test there is, whatever this run leaves out; None where it was told to look at some of them only."""
+    looked_at = [(request.config.invocation_params.dir / name).resolve() for name in request.config.args]
+    return _COLLECTED if looked_at == [repository / "tests"] else None
 
 
 @pytest.fixture(scope="session")

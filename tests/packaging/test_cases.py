@@ -12,20 +12,6 @@ from typing import Any
 import pytest
 
 
-def run_tool(repository: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    tool = repository / "tests" / "cases.py"
-    return subprocess.run([sys.executable, tool, *options], capture_output=True, text=True, timeout=110, check=False)
-
-
-@pytest.mark.slow
-def test_every_case_has_a_test_or_a_reason(repository: Path) -> None:
-    done = run_tool(repository, "--json")
-    report = json.loads(done.stdout)
-    assert report["wrong"] == []
-    assert done.returncode == 0
-    assert len(report["cases"]) == 82
-
-
 @pytest.fixture
 def cases(repository: Path) -> Any:
     sys.path.insert(0, str(repository / "tests"))
@@ -33,6 +19,19 @@ def cases(repository: Path) -> Any:
         return importlib.import_module("cases")
     finally:
         sys.path.pop(0)
+
+
+def test_every_case_has_a_test_or_a_reason(whole_suite: list[pytest.Item] | None, repository: Path, cases: Any) -> None:
+    """Of this run where it collected the whole suite; else of a collection for this test."""
+    if whole_suite is None:
+        tool = [sys.executable, repository / "tests" / "cases.py", "--json"]
+        wrong = json.loads(subprocess.run(tool, capture_output=True, timeout=110, check=False).stdout)["wrong"]
+    else:
+        marks = cases.Marks()
+        marks.note(whole_suite)
+        wrong = cases.judge(cases.load_cases(), marks)
+    assert wrong == []
+    assert len(cases.load_cases()) == 82
 
 
 def test_missing_and_unknown_cases_are_reported(cases: Any) -> None:
@@ -63,7 +62,10 @@ def test_the_table_adds_up_and_names_a_shared_suite_once(cases: Any, capsys: pyt
 @pytest.mark.slow
 def test_a_reader_that_leaves_early_is_no_error(repository: Path) -> None:
     process = subprocess.Popen(
-        [sys.executable, repository / "tests" / "cases.py"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, repository / "tests" / "cases.py", repository / "tests" / "packaging"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout is not None
     process.stdout.close()
