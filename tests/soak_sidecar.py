@@ -22,6 +22,7 @@ from hicache.testing.sidecars import ServiceProcess, WorkerProcess
 
 MEMORY_GROWTH = 32 * 2**20
 LOOK_SECONDS = 5.0
+START_SECONDS = 300.0  # for a process's sessions, beside all others on few cores
 
 
 def main() -> int:
@@ -45,26 +46,32 @@ def soak(service: ServiceProcess, options: argparse.Namespace) -> list[str]:
     """The run itself; returns what is not as it should be."""
     each = options.sessions // options.processes
     flags = ["--sessions", str(each), "--pages", "24", "--families", "32", "--deadline", "30"]
-    workers = [WorkerProcess(service.address, seed=seed * 1000, options=flags) for seed in range(options.processes)]
+
+    def worker(seed: int) -> WorkerProcess:
+        return WorkerProcess(service.address, seed=seed, options=flags, within=START_SECONDS)
+
+    workers = [worker(seed * 1000) for seed in range(options.processes)]
     chance, began, killed = random.Random(1), time.monotonic(), 0
     admin = AdminClient(Address.parse(service.address), Secrets())
     try:
         memory = descriptors = 0
+        before = answered(admin.statistics())  # those of the first processes, while the last were started
         next_kill = began + options.kill_seconds
-        while (seen := answered(admin.statistics())) < options.verbs:
+        while (seen := answered(admin.statistics()) - before) < options.verbs:
             if not memory and seen > options.verbs / 50:  # warm: code is loaded, buffers have grown
                 memory, descriptors = service.memory, service.descriptors
             if time.monotonic() > next_kill:
                 victim = chance.randrange(len(workers))
                 workers[victim].kill()
                 killed += 1
-                workers[victim] = WorkerProcess(service.address, seed=chance.randrange(10**6), options=flags)
+                workers[victim] = worker(chance.randrange(10**6))
                 next_kill = time.monotonic() + options.kill_seconds
             time.sleep(min(LOOK_SECONDS, options.verbs / 50_000))
         seconds = time.monotonic() - began
         grown = service.memory - memory
         results = [worker.stop() for worker in workers]
-        return judge(service, admin, results, seconds=seconds, grown=grown, descriptors=descriptors, killed=killed)
+        rate = seen / seconds
+        return judge(service, admin, results, rate=rate, grown=grown, descriptors=descriptors, killed=killed)
     finally:
         admin.close()
         for worker in workers:
@@ -81,7 +88,7 @@ def judge(
     admin: AdminClient,
     results: list[dict[str, Any]],
     *,
-    seconds: float,
+    rate: float,
     grown: int,
     descriptors: int,
     killed: int,
@@ -93,7 +100,7 @@ def judge(
             total[name] = total.get(name, 0) + count
     statistics = admin.statistics()
     verbs, host = answered(statistics), statistics["pools"][0]["statistics"]["core"]["host"]
-    sys.stdout.write(f"{verbs:,} verbs in {seconds:.0f} s: {verbs / seconds:,.0f}/s; {killed} clients killed\n")
+    sys.stdout.write(f"{verbs:,} verbs, {rate:,.0f}/s; {killed} clients killed\n")
     sys.stdout.write(f"clients that were not killed: {total}\n")
     for verb in statistics["service"]["verbs"]:
         sys.stdout.write(f"  {verb['verb']:<16}{verb['answered']:>10,}  failed {verb['failed']:,}\n")

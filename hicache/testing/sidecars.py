@@ -165,6 +165,7 @@ class WorkerProcess:
         options: more flags.
         module: what it runs.
         wait: whether to wait until it works; else call `started`.
+        within: seconds in which it must work.
     """
 
     def __init__(
@@ -175,7 +176,9 @@ class WorkerProcess:
         options: Sequence[str] = (),
         module: str = "hicache.testing.sidecars",
         wait: bool = True,
+        within: float = START_SECONDS,
     ) -> None:
+        self._within = within
         command = [sys.executable, "-m", module, address, "--seed", str(seed), *options]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)  # noqa: S603  ours
         if wait:
@@ -184,14 +187,14 @@ class WorkerProcess:
     def started(self) -> None:
         """Wait until it works."""
         assert self.process.stdout is not None
-        found, _, _ = select.select([self.process.stdout], [], [], START_SECONDS)
+        found, _, _ = select.select([self.process.stdout], [], [], self._within)
         if not found or self.process.stdout.readline() != "working\n":
             self.process.kill()
             raise RuntimeError("the worker did not start")
 
     def stop(self) -> dict[str, Any]:
         """Let it finish; returns what it has seen."""
-        output, _ = self.process.communicate("stop\n", timeout=START_SECONDS)
+        output, _ = self.process.communicate("stop\n", timeout=self._within)
         if self.process.returncode:
             raise RuntimeError(f"the worker ended with {self.process.returncode}")
         document: dict[str, Any] = json.loads(output)
