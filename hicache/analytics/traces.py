@@ -97,8 +97,20 @@ def open_trace(paths: Sequence[Path], *, form: str = "auto", skip_bad: bool = Fa
     try:
         if list(paths).count(STANDARD_INPUT) > 1:
             raise TraceError("standard input: it can be read once only; name - once")
-        files = [source_of(file) for path in paths for file in _expand(path)]
+        files = [source_of(file) for file in expand(paths)]
         return Trace([(file, _detect(file, form)) for file in files], skip_bad=skip_bad)
+    except OSError as error:
+        raise _unreadable(error) from None
+
+
+def expand(paths: Sequence[Path]) -> list[Path]:
+    """The files that paths stand for: themselves, or those of a folder in the order of their names.
+
+    Raises:
+        TraceError: a folder without any, or one that cannot be looked into.
+    """
+    try:
+        return [file for path in paths for file in _expand(path)]
     except OSError as error:
         raise _unreadable(error) from None
 

@@ -45,6 +45,7 @@ _COMMANDS = {
         "events",
         "doctor",
         "replay",
+        "analyze",
         "bench",
         "fsck",
         "completion",

@@ -7,16 +7,12 @@ from __future__ import annotations
 
 import argparse
 import math
-import re
-import signal
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from hicache.cli.output import Table, print_json, print_table, progress, warn
+from hicache.cli.values import choice, requests, stop_on_interrupt, whole
 from hicache.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,7 +27,6 @@ WRITE_POLICIES = ("write_through", "write_through_selective", "write_back")
 PREFETCH = ("best_effort", "timeout", "wait_complete")
 
 MOST_PAGE_BYTES = 2**30
-MOST_REQUESTS = 2**48
 MOST_PAGE_TOKENS = 32_768  # their bytes have to fit into the header of a stored page
 
 
@@ -111,7 +106,7 @@ def run(options: argparse.Namespace) -> int:
         return recordings.run(recorded, as_json=options.json)
     wanted = read_options(options)
     trace = open_trace(options.trace, form=options.format, skip_bad=options.skip_bad)
-    with _stop_on_interrupt() as stop, progress("replay") as show:
+    with stop_on_interrupt() as stop, progress("replay") as show:
         result = replay(trace, wanted, stop=stop, progress=show)
     if options.json:
         print_json(result.document())
@@ -144,10 +139,10 @@ def read_options(options: argparse.Namespace) -> ReplayOptions:
     from hicache.analytics.run import ReplayOptions
     from hicache.cli.sizes import parse_bytes, parse_pages
 
-    _choice("--eviction", options.eviction, EVICTION)
-    _choice("--write-policy", options.write_policy, WRITE_POLICIES)
-    _choice("--prefetch", options.prefetch, PREFETCH)
-    _choice("--format", options.format, FORMATS)
+    choice("--eviction", options.eviction, EVICTION)
+    choice("--write-policy", options.write_policy, WRITE_POLICIES)
+    choice("--prefetch", options.prefetch, PREFETCH)
+    choice("--format", options.format, FORMATS)
     page_bytes = parse_bytes(options.page_bytes, option="--page-bytes", most=MOST_PAGE_BYTES)
     unlimited = options.device == "unlimited"
     return ReplayOptions(
@@ -162,9 +157,9 @@ def read_options(options: argparse.Namespace) -> ReplayOptions:
         write_policy=options.write_policy,
         prefetch=options.prefetch,
         prefill_rate=parse_rate(options.prefill_rate),
-        requests=None if options.requests is None else _requests(options.requests),
+        requests=None if options.requests is None else requests(options.requests),
         speed=_speed(options.speed),
-        seed=_whole("--seed", options.seed),
+        seed=whole("--seed", options.seed),
     )
 
 
@@ -238,44 +233,3 @@ def _speed(text: str) -> float | None:
     if not (factor > 0 and math.isfinite(factor)):
         raise ConfigError(f"--speed {text}: use max, real, or a factor above 0 such as 10")
     return factor
-
-
-def _choice(option: str, text: str, known: Sequence[str]) -> None:
-    if text not in known:
-        raise ConfigError(f"{option} {text:.60}: use one of {', '.join(known)}")
-
-
-def _whole(option: str, text: str) -> int:
-    if re.fullmatch(r"[+-]?[0-9]{1,40}", text) is None:
-        raise ConfigError(f"{option} {text:.60}: is not a whole number; use digits only")
-    return int(text)
-
-
-def _requests(text: str) -> int:
-    number = _whole("--requests", text)
-    if number < 0:
-        raise ConfigError(f"--requests {number}: cannot be negative; leave it out for the whole trace")
-    if number > MOST_REQUESTS:
-        raise ConfigError(f"--requests {number:.3g}: more than any trace has; leave it out for the whole trace")
-    return number
-
-
-@contextmanager
-def _stop_on_interrupt() -> Iterator[threading.Event]:
-    """The first Ctrl-C or SIGTERM asks to stop between two requests, the second interrupts at once."""
-    stop = threading.Event()
-
-    def ask(_number: int, _frame: FrameType | None) -> None:
-        if stop.is_set():
-            raise KeyboardInterrupt
-        stop.set()
-
-    if threading.current_thread() is not threading.main_thread():  # only there may a handler be set
-        yield stop
-        return
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

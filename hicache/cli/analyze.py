@@ -1,0 +1,160 @@
+"""`hicache analyze TRACE...`: what a trace could hit, with how much memory, and because of which prefixes."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hicache.cli.output import print_json, print_table, progress, warn
+from hicache.cli.values import choice, number, requests, stop_on_interrupt, whole, whole_list
+from hicache.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hicache.analytics.analysis.report import Analysis, AnalyzeOptions
+
+HELP = "tell what a request trace could hit: ideal rates, reuse, memory needed, prefixes, sessions"
+
+FORMATS = ("auto", "mooncake", "kv-cache-tester")
+MOST_PAGES = 2**40
+MOST_ROWS = 10_000
+
+_EPILOG = """\
+A page is one id of the trace (512 tokens in Mooncake's, 64 in kv-cache-tester's). Several traces are analysed as one
+population, merged by time; with --each also one by one.
+
+  hicache analyze benchmarks/traces/conversation_1000.jsonl --token-bytes 128KiB
+  hicache analyze sessions/ --each --json > analysis.json
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options."""
+    parser.epilog = _EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument(
+        "trace", nargs="+", type=Path, metavar="TRACE", help="traces: files, folders, or - for what is piped in"
+    )
+    parser.add_argument(
+        "--format",
+        default="auto",
+        metavar="|".join(FORMATS),
+        help="of the traces (default: auto, which looks at their content)",
+    )
+    parser.add_argument(
+        "--each", action="store_true", help="tell of each file too, and of all of them as one population"
+    )
+    parser.add_argument("--requests", metavar="N", help="read N requests at most (default: all)")
+    parser.add_argument(
+        "--sizes", metavar="PAGES,...", help="cache sizes of the miss-ratio curve (default: 20 on a logarithmic scale)"
+    )
+    parser.add_argument(
+        "--sample",
+        default="auto",
+        metavar="auto|SHARE",
+        help="share of the pages for the curve, such as 0.01; 1 is exact (default: auto, exact up to 20 million pages)",
+    )
+    parser.add_argument(
+        "--page-sizes",
+        metavar="TOKENS,...",
+        help="page sizes whose effect is told (default: 16,32,64,128,256,512)",
+    )
+    parser.add_argument(
+        "--token-bytes",
+        metavar="SIZE",
+        help="KV bytes of a token, such as 128KiB, to show memory in bytes (see `hicache plan`)",
+    )
+    parser.add_argument("--top", default="10", metavar="N", help="hottest prefixes that are shown (default: 10)")
+    parser.add_argument("--spans", default="12", metavar="N", help="parts of the trace's time (default: 12)")
+    parser.add_argument("--skip-bad", action="store_true", help="count broken entries of the trace and go on")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Analyse, print, and return the exit code."""
+    from hicache.analytics.analysis.report import analyze
+    from hicache.analytics.traces import expand, open_trace
+    from hicache.cli.analyze_tables import each_table, tables
+    from hicache.cli.main import EXIT_FINE, EXIT_INTERRUPTED
+
+    wanted = read_options(options)
+    token_bytes = _token_bytes(options.token_bytes)
+    files = expand(options.trace)
+    whole_of = [(None, options.trace)]
+    parts = [(str(file), [file]) for file in files] if options.each and len(files) > 1 else []
+    found: list[Analysis] = []
+    with stop_on_interrupt() as stop, progress("analyze") as show:
+        for name, paths in (*whole_of, *parts):
+            trace = open_trace(paths, form=options.format, skip_bad=options.skip_bad)
+            found.append(analyze(trace, wanted, name=name, progress=show, stopped=stop.is_set))
+            if found[-1].interrupted:
+                break
+    together, *each = found
+    if options.json:
+        more = {"each": [analysis.document() for analysis in each]} if options.each else {}
+        print_json(together.document() | more)
+    else:
+        for table in tables(together, token_bytes=token_bytes):
+            print_table(table)
+        if each:
+            print_table(each_table(found))
+    _warn(together)
+    return EXIT_INTERRUPTED if found[-1].interrupted else EXIT_FINE
+
+
+def read_options(options: argparse.Namespace) -> AnalyzeOptions:
+    """The options, checked.
+
+    Raises:
+        ConfigError: one that cannot be.
+    """
+    from hicache.analytics.analysis.ideal import PAGE_SIZES
+    from hicache.analytics.analysis.report import AnalyzeOptions
+
+    choice("--format", options.format, FORMATS)
+    return AnalyzeOptions(
+        requests=None if options.requests is None else requests(options.requests),
+        sample=_sample(options.sample),
+        sizes=() if options.sizes is None else whole_list("--sizes", options.sizes, least=1, most=MOST_PAGES),
+        page_sizes=PAGE_SIZES
+        if options.page_sizes is None
+        else whole_list("--page-sizes", options.page_sizes, least=1, most=2**24),
+        top=_rows("--top", options.top, least=0),
+        spans=_rows("--spans", options.spans, least=1),
+    )
+
+
+def _sample(text: str) -> float | None:
+    if text == "auto":
+        return None
+    share = number("--sample", text, "a share of the pages such as 0.01, or auto")
+    if share > 1:
+        raise ConfigError(f"--sample {text:.60}: is above 1; give a share of the pages such as 0.01, or 1 for all")
+    return share
+
+
+def _rows(option: str, text: str, *, least: int) -> int:
+    rows = whole(option, text)
+    if not least <= rows <= MOST_ROWS:
+        raise ConfigError(f"{option} {text:.40}: must be {least} to {MOST_ROWS}")
+    return rows
+
+
+def _token_bytes(text: str | None) -> int | None:
+    if text is None:
+        return None
+    from hicache.cli.sizes import parse_bytes
+
+    size = parse_bytes(text, option="--token-bytes", most=2**40)
+    if not size:
+        raise ConfigError(f"--token-bytes {text}: a token has at least one byte; see `hicache plan`")
+    return size
+
+
+def _warn(analysis: Analysis) -> None:
+    if analysis.entries_skipped:
+        warn(f"{analysis.entries_skipped:,} broken entries of the trace were skipped")
+    if not analysis.requests and not analysis.interrupted:
+        warn(f"{analysis.name:.200}: there are no requests in it; check the trace")
+    if analysis.out_of_order:
+        warn(f"{analysis.out_of_order:,} requests have a time before that of the request in front of them")
