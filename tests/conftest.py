@@ -106,6 +106,15 @@ def whole_suite(request: pytest.FixtureRequest, repository: Path) -> list[pytest
 
 
 @pytest.fixture(scope="session")
+def large_traces(repository: Path) -> Path:
+    """Public traces that are too large for the repository, where somebody has put them beside it."""
+    folder = repository.parent / "shared" / "traces"
+    if not folder.is_dir():
+        pytest.skip("the large public traces are not beside this repository: done without them")
+    return folder
+
+
+@pytest.fixture(scope="session")
 def small_trace(repository: Path) -> Path:
     """The first 1,000 requests of a published conversation trace."""
     return repository / "benchmarks" / "traces" / "conversation_1000.jsonl"

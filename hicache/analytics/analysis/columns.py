@@ -82,14 +82,15 @@ class Columns:
     def covered(self, pages: Ints) -> Ints:
         """Tokens that so many leading pages of each request stand for; shape (requests,)."""
         known: Ints = np.minimum(self.input_tokens, self.length * self.unit)
-        return np.minimum(pages * self.unit, known)
+        covered: Ints = np.minimum(pages * self.unit, known)
+        return covered
 
     @property
     def tokens(self) -> Ints:
         """Tokens that each reference stands for: the last page of a prompt may be partial."""
         unit = self.unit[self.owner]
-        rest: Ints = self.input_tokens[self.owner] - self.index * unit
-        return np.minimum(unit, rest)
+        tokens: Ints = np.minimum(unit, self.input_tokens[self.owner] - self.index * unit)
+        return tokens
 
 
 def read_columns(requests: Iterable[TraceRequest], *, before: Callable[[], bool] | None = None) -> Columns:
