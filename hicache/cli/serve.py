@@ -19,7 +19,7 @@ HELP = "run a service that engines share"
 
 _EPILOG = """\
 SIGTERM drains for as long as --drain says, and reports what it dropped; a second one ends at once.
-SIGHUP reads the tokens and quotas again.
+SIGHUP reads certificates, tokens and quotas again.
 Settings come from flags, HICACHE_... variables and --config, in this order; see `hicache config describe`.
 
   hicache serve --listen unix:///run/hicache/hicache.sock --host 64GiB \\

@@ -12,7 +12,7 @@ import os
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, NoReturn, TypeAlias
 
@@ -31,7 +31,7 @@ from hicache.rpc.surroundings import Health, add_reflection
 from hicache.rpc.transport import SERVER_OPTIONS, TRANSPORT_BYTES
 from hicache.rpc.verbs import closing
 
-__all__ = ["Listener", "RpcServer"]
+__all__ = ["Listener", "RpcServer", "ServerTls"]
 
 _log = logging.getLogger("hicache.rpc")
 
@@ -54,6 +54,46 @@ _END_SECONDS: Final = 10.0
 Context: TypeAlias = "aio.ServicerContext[Any, Any]"
 
 
+class ServerTls:
+    """What listeners show and ask for under TLS. It may be exchanged while they listen: handshakes from then on use it.
+
+    Thread-safe: gRPC asks from threads of its own.
+
+    Args:
+        certificate, key: PEM, of the server.
+        client_ca: PEM of the authorities by which clients must show a certificate; None: they need none.
+    """
+
+    def __init__(self, certificate: bytes, key: bytes, client_ca: bytes | None = None) -> None:
+        self.mutual: Final = client_ca is not None
+        self._current = grpc.ssl_server_certificate_configuration([(key, certificate)], client_ca)
+
+    def replace(self, certificate: bytes, key: bytes, client_ca: bytes | None = None) -> None:
+        """Use these from the next handshake on; sessions that are open stay.
+
+        Raises:
+            ConfigError: whether clients must show a certificate cannot change while it listens.
+        """
+        if (client_ca is not None) != self.mutual:
+            raise ConfigError(
+                "whether clients must show a certificate (tls.client_ca) is settled when a service starts"
+            )
+        self._current = grpc.ssl_server_certificate_configuration([(key, certificate)], client_ca)
+
+    def credentials(self) -> grpc.ServerCredentials:
+        """For one listener."""
+        known = self._current
+
+        def newer() -> Any:
+            nonlocal known
+            if self._current is known:
+                return None
+            known = self._current
+            return known
+
+        return grpc.dynamic_ssl_server_credentials(known, newer, require_client_authentication=self.mutual)
+
+
 @dataclass(frozen=True, slots=True)
 class Listener:
     """Where clients come in.
@@ -61,24 +101,13 @@ class Listener:
     Attributes:
         address: what to listen on. Whoever owns the path of a Unix socket claims it before: gRPC takes over a path
             that is in use, and removes it at the end.
-        certificate, key: PEM, for TLS; None: none. Not for Unix sockets.
-        client_ca: PEM of the authorities by which clients must show a certificate; None: they need none.
+        tls: None: none. Not for Unix sockets.
         socket_mode: rights of a Unix socket's file.
     """
 
     address: Address
-    certificate: bytes | None = None
-    key: bytes | None = field(default=None, repr=False)
-    client_ca: bytes | None = None
+    tls: ServerTls | None = None
     socket_mode: int = 0o600
-
-    @property
-    def credentials(self) -> grpc.ServerCredentials | None:
-        """For gRPC; None without TLS."""
-        if self.certificate is None or self.key is None:
-            return None
-        pair = [(self.key, self.certificate)]
-        return grpc.ssl_server_credentials(pair, self.client_ca, require_client_auth=self.client_ca is not None)
 
 
 class RpcServer:
@@ -291,7 +320,8 @@ def _peer(listener: Listener, context: Context) -> Peer:
 
 
 def _bind(server: aio.Server, listener: Listener) -> Address:
-    address, credentials = listener.address, listener.credentials
+    address = listener.address
+    credentials = None if listener.tls is None else listener.tls.credentials()
     target = address.target
     _check_free(address)
     before = os.umask(~listener.socket_mode & 0o777) if address.is_unix else None

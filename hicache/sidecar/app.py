@@ -17,10 +17,10 @@ from hicache.errors import ConfigError, ServiceError
 from hicache.memory.limits import check_memory
 from hicache.records import Tier
 from hicache.rpc.address import Address
-from hicache.rpc.server import Listener, RpcServer
+from hicache.rpc.server import Listener, RpcServer, ServerTls
 from hicache.rpc.service import Caller
 from hicache.sidecar import notify
-from hicache.sidecar.certificates import Certificates, read_certificates
+from hicache.sidecar.certificates import read_certificates
 from hicache.sidecar.checks import addresses, storage_url
 from hicache.sidecar.document import document
 from hicache.sidecar.estate import Estate
@@ -94,6 +94,7 @@ class App:
         self._told = False  # to end, whoever takes over
         self._undo = AsyncExitStack()
         self._tokens = TokenFile(config.tokens.file) if config.tokens.file else None
+        self._tls: ServerTls | None = None
         self._rpc: RpcServer | None = None
         self._storage: MeteredBackend | None = None
         self._takeover: TakeoverServer | None = None
@@ -123,7 +124,8 @@ class App:
         if not config.host.bytes:
             raise ConfigError("host.bytes is not set: say how much memory engines may share, such as --host 8GiB")
         check_memory(int(config.host.bytes), "the host memory of this service")
-        certificates = read_certificates(config.tls)
+        if (certificates := read_certificates(config.tls)) is not None:
+            self._tls = ServerTls(certificates.certificate, certificates.key, certificates.client_ca)
         quotas = Quotas(self._limits())
         inheritance = await self._inheritance(takeover)
         for address in self._listening:
@@ -145,7 +147,7 @@ class App:
                     self._takeover.listen(address.path)
                     undo.callback(self._takeover.close)
         authenticate = Authenticator(config, self._tokens, uid_of=lifelines.uid_of)
-        listeners = [self._listener(address, certificates) for address in self._listening]
+        listeners = [self._listener(address) for address in self._listening]
         self._rpc = RpcServer(service, listeners, authenticate=authenticate)
         service.verbs = self._rpc.statistics
         undo.push_async_callback(self._rpc.stop, 0.0)
@@ -197,11 +199,9 @@ class App:
         self._undo.push_async_callback(asyncio.to_thread, storage.close)
         return storage
 
-    def _listener(self, address: Address, certificates: Certificates | None) -> Listener:
-        mode = int(self._config.listen.socket_mode)
-        if address.is_unix or certificates is None:
-            return Listener(address, socket_mode=mode)
-        return Listener(address, certificates.certificate, certificates.key, certificates.client_ca)
+    def _listener(self, address: Address) -> Listener:
+        tls = None if address.is_unix else self._tls
+        return Listener(address, tls, socket_mode=int(self._config.listen.socket_mode))
 
     async def _start_http(self) -> None:
         if not self._config.metrics.address:
@@ -270,8 +270,10 @@ class App:
         self._stop.set()
 
     def reload(self) -> None:
-        """Read again what can be read again: tokens and quotas. SIGHUP."""
+        """Read again what can be read again: certificates, tokens and quotas. SIGHUP."""
         notify.reloading()
+        if self._tls is not None:
+            self._reload_certificates(self._tls)
         if self._tokens is not None:
             gone = self._tokens.reload()
             if gone:
@@ -281,6 +283,17 @@ class App:
             except ConfigError as error:
                 _log.error("quotas are kept as they were: %s", error)
         notify.notify("READY=1")
+
+    def _reload_certificates(self, tls: ServerTls) -> None:
+        try:
+            certificates = read_certificates(self._config.tls)
+            assert certificates is not None  # they are configured
+            tls.replace(certificates.certificate, certificates.key, certificates.client_ca)
+        except ConfigError as error:
+            _log.error("certificates are kept as they were: %s", error)
+        else:
+            for text in certificates.warnings:
+                _log.warning("%s", text)
 
     def _limits(self) -> dict[str, Quota]:
         tokens = {} if self._tokens is None else self._tokens.table.quotas

@@ -340,6 +340,36 @@ def test_tls_and_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str], monk
     assert WRITER not in log
 
 
+def test_certificates_are_renewed_by_a_signal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """SIGHUP reads the files again; what is no certificate changes nothing, and is told."""
+    made, renewed = make_certificates(tmp_path / "tls"), make_certificates(tmp_path / "renewed")
+    running = start(
+        tmp_path,
+        *("--listen", "127.0.0.1:0", "--insecure"),
+        *("--tls-certificate", str(made.server), "--tls-key", str(made.server_key)),
+    )
+    try:
+        address = running.address.replace("127.0.0.1", "localhost")
+        content = made.server.read_bytes()
+        made.server.write_bytes(b"half a file")
+        running.process.send_signal(signal.SIGHUP)
+        assert called(capsys, "ping", address, "--ca", str(made.ca))[0] == 0
+        made.server.write_bytes(content)
+        made.server_key.write_bytes(renewed.server_key.read_bytes())
+        made.server.write_bytes(renewed.server.read_bytes())
+        for _ in range(500):
+            running.process.send_signal(signal.SIGHUP)
+            if called(capsys, "ping", address, "--ca", str(renewed.ca), "--timeout", "5")[0] == 0:
+                break
+        else:
+            pytest.fail("the new certificate is not shown")
+        assert called(capsys, "ping", address, "--ca", str(made.ca), "--timeout", "5")[0] == 2
+    finally:
+        code, _, log = running.end()
+    assert code == 0
+    assert "certificates are kept as they were: " in log
+
+
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """What `hicache serve` says when it cannot start: one line, exit code 2."""
     assert main(["serve", "--host", "8MiB", *arguments]) == 2

@@ -8,8 +8,8 @@ import grpc
 import pytest
 from grpc import aio
 
-from hicache.errors import InvalidInput, LimitExceeded, NotFound, PermissionDenied, Unauthenticated
-from hicache.rpc.server import Listener
+from hicache.errors import ConfigError, InvalidInput, LimitExceeded, NotFound, PermissionDenied, Unauthenticated
+from hicache.rpc.server import Listener, ServerTls
 from hicache.rpc.service import Caller, EventBatch, Peer
 from hicache.rpc.transport import CHANNEL_OPTIONS
 from hicache.rpc.v1 import admin_pb2, admin_pb2_grpc, session_pb2_grpc
@@ -216,7 +216,8 @@ def test_tls_and_the_certificates_of_clients(tmp_path: Path, mutual: bool) -> No
         return Caller()
 
     ca = files.ca.read_bytes()
-    listener = Listener(TCP, files.server.read_bytes(), files.server_key.read_bytes(), client_ca=ca if mutual else None)
+    tls = ServerTls(files.server.read_bytes(), files.server_key.read_bytes(), client_ca=ca if mutual else None)
+    listener = Listener(TCP, tls)
 
     async def main() -> None:
         async with serving(FakeService(), listener, authenticate=remember) as server:
@@ -232,5 +233,30 @@ def test_tls_and_the_certificates_of_clients(tmp_path: Path, mutual: bool) -> No
                     with pytest.raises(aio.AioRpcError, match="UNAVAILABLE"):
                         await admin_pb2_grpc.AdminServiceStub(channel).Ping(admin_pb2.PingRequest())
         assert [peer.certificate for peer in peers] == ["client" if mutual else None]
+
+    run(main())
+
+
+def test_certificates_are_exchanged_while_it_listens(tmp_path: Path) -> None:
+    """Handshakes from then on show the new one, a stream that is open stays; what clients must show cannot change."""
+    old, new = make_certificates(tmp_path / "old"), make_certificates(tmp_path / "new")
+    tls = ServerTls(old.server.read_bytes(), old.server_key.read_bytes())
+
+    async def main() -> None:
+        async with serving(FakeService(), Listener(TCP, tls)) as server:
+
+            def channel(ca: Path) -> aio.Channel:
+                return aio.secure_channel(server.addresses[0].target, grpc.ssl_channel_credentials(ca.read_bytes()))
+
+            async with channel(old.ca) as before, channel(new.ca) as after:
+                await admin_pb2_grpc.AdminServiceStub(before).Ping(admin_pb2.PingRequest())
+                with pytest.raises(ConfigError, match="is settled when a service starts"):
+                    tls.replace(new.server.read_bytes(), new.server_key.read_bytes(), new.ca.read_bytes())
+                tls.replace(new.server.read_bytes(), new.server_key.read_bytes())
+                for each in (after, before):
+                    await admin_pb2_grpc.AdminServiceStub(each).Ping(admin_pb2.PingRequest())
+            async with channel(old.ca) as late:
+                with pytest.raises(aio.AioRpcError, match="UNAVAILABLE"):
+                    await admin_pb2_grpc.AdminServiceStub(late).Ping(admin_pb2.PingRequest())
 
     run(main())
