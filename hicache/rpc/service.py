@@ -20,6 +20,9 @@ from hicache.records import MissReason
 PROTOCOL = 1
 """The version of the protocol that this package speaks."""
 
+BY_HASH = "commit_by_hash"
+"""Capability: commits may name pages by their hashes, without tokens."""
+
 
 @dataclass(frozen=True, slots=True)
 class RequestScope:
@@ -96,6 +99,7 @@ class Welcome:
         session: number of the session.
         limits: its bounds.
         tenant: whose pages it sees.
+        capabilities: what it can do that earlier releases of the protocol's version could not.
     """
 
     server: str
@@ -103,6 +107,7 @@ class Welcome:
     session: int
     limits: Limits
     tenant: str | None = None
+    capabilities: tuple[str, ...] = (BY_HASH,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,7 +302,9 @@ class Session(Protocol):
         """The prompt grew."""
         ...
 
-    def commit(self, lease: int, upto: int, *, tokens: bytes, first_page: int, extras: bytes) -> int:
+    def commit(
+        self, lease: int, upto: int, *, tokens: bytes, first_page: int, extras: bytes, by_hash: bool = False
+    ) -> int:
         """This rank's part of the pages up to an index is written. Returns the index up to which all parts are."""
         ...
 

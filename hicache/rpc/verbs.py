@@ -96,7 +96,14 @@ def _commit(session: Session, limits: Limits, request: pb.Commit) -> pb.Reply:
     del limits  # pages and tokens of a lease are bounded by what the lease names
     tokens = check_glued(request.tokens, TOKEN_BYTES, "tokens")
     extras = check_glued(request.extras, EXTRAS_BYTES, "extras")
-    visible = session.commit(request.lease, request.upto, tokens=tokens, first_page=request.first_page, extras=extras)
+    visible = session.commit(
+        request.lease,
+        request.upto,
+        tokens=tokens,
+        first_page=request.first_page,
+        extras=extras,
+        by_hash=request.by_hash,
+    )
     return pb.Reply(committed=pb.Committed(visible=visible))
 
 

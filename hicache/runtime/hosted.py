@@ -199,13 +199,13 @@ class HostedRequest:
             reducer.flush()
         return slots
 
-    def commit(self, upto: int, *, tokens: bytes, first: int, extras: bytes = b"") -> None:
+    def commit(self, upto: int, *, tokens: bytes | None, first: int, extras: bytes = b"") -> None:
         """Publish pages whose bytes are written, all of every page.
 
         Args:
             upto: page index behind the last of them.
             tokens: of the pages from `first` to `upto`, u32 little endian. Those of pages that were committed before
-                may be left out.
+                may be left out. None: whoever asks knows hashes only, which are believed.
             first: page index of the first page that `tokens` describes.
             extras: for each of these pages the 16-byte digest of its non-text input; empty: none has any.
 
@@ -220,15 +220,19 @@ class HostedRequest:
         cache = self._cache
         start = self.first
         done = start if lease.start is None else lease.committed
-        self._check_place(upto, tokens, first, extras, done=done)
-        self._check_hashes(upto, tokens, first, extras)
+        self._check_place(upto, first, done=done)
+        if tokens is not None:
+            self._check_size(upto - first, tokens, extras)
+            self._check_hashes(upto, tokens, first, extras)
         reducer = cache.parts.reducer
         store = cache.parts.tokens
         assert store is not None
         with reducer.lock:
             reducer.settle()
             fresh = lease.own[done - start : upto - start]
-            if len(fresh):
+            if len(fresh) and tokens is None:
+                store.forget(fresh)
+            elif len(fresh) and tokens is not None:
                 known = done - first
                 width = TOKEN_SIZE * self.page_size
                 store.set(fresh, tokens[known * width :], extras[known * EXTRAS_SIZE :])
@@ -309,7 +313,7 @@ class HostedRequest:
 
     # ---- inside
 
-    def _check_place(self, upto: int, tokens: bytes, first: int, extras: bytes, *, done: int) -> None:
+    def _check_place(self, upto: int, first: int, *, done: int) -> None:
         lease = self.lease
         end = min(self.first + len(lease.own), lease.prompt.pages)
         if type(upto) is not int or type(first) is not int or not 0 <= first <= upto:
@@ -320,7 +324,8 @@ class HostedRequest:
             raise InvalidInput(
                 f"commit: tokens begin at page {first}, but those of pages {done} to {first} are missing"
             )
-        pages = upto - first
+
+    def _check_size(self, pages: int, tokens: bytes, extras: bytes) -> None:
         if len(tokens) != pages * TOKEN_SIZE * self.page_size:
             raise InvalidInput(
                 f"commit: {len(tokens)} bytes of tokens are not {pages} pages of {self.page_size} tokens of 4 bytes"

@@ -81,6 +81,10 @@ class TokenStore:
         self._extras[slots] = np.frombuffer(extras, np.uint8).reshape(len(slots), EXTRAS_SIZE) if extras else 0
         self._known[slots] = True
 
+    def forget(self, slots: Slots) -> None:
+        """Nobody knows the tokens of what is in these slots: they come with names only."""
+        self._known[slots] = False
+
     def known(self, slots: Slots) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
         """Of each slot, whether its tokens are known."""
         return self._known[slots]

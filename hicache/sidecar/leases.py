@@ -59,6 +59,7 @@ class HeldLease:
         frontier: per arena, the page index up to which some rank has committed its bytes.
         told: page index up to which tokens are known, from `request.first` on.
         tokens, extras: of the pages from `request.first` to `told`; extras are empty while none had any.
+        by_hash: whether its pages are taken by their hashes, so that their tokens stay unknown.
         visible: page index up to which pages were published, or would have been.
         used: when it was last used.
         ended: why nothing new may be done with it, or None.
@@ -70,6 +71,7 @@ class HeldLease:
     __slots__ = (
         "aborted",
         "awaits",
+        "by_hash",
         "counts",
         "ended",
         "extras",
@@ -93,6 +95,7 @@ class HeldLease:
         self.told = self.visible = 0
         self.tokens = bytearray()
         self.extras = bytearray()
+        self.by_hash = False
         self.used = now
         self.ended: str | None = None
         self.awaits: set[Member] = set()
@@ -217,12 +220,21 @@ class LeaseBook:
     # ---- committing
 
     def commit(
-        self, lease: HeldLease, member: Member, upto: int, *, tokens: bytes, first_page: int, extras: bytes
+        self,
+        lease: HeldLease,
+        member: Member,
+        upto: int,
+        *,
+        tokens: bytes,
+        first_page: int,
+        extras: bytes,
+        by_hash: bool = False,
     ) -> int:
         """A rank has written its part of the pages up to an index. Returns the index up to which all parts are there.
 
         Raises:
-            InvalidInput: pages without slots, tokens of another number of pages or with a hole in front.
+            InvalidInput: pages without slots, tokens of another number of pages or with a hole in front, or tokens
+                for some of a lease's pages and hashes alone for others.
             HashMismatch: tokens that are not those of the page hashes; nothing was published.
         """
         if upto > lease.end or not lease.frontier:
@@ -230,7 +242,10 @@ class LeaseBook:
                 f"commit: page {upto} is behind the last reserved page of lease {lease.number}, "
                 f"{lease.end if lease.frontier else 0}"
             )
-        self._tell(lease, upto, tokens, first_page, extras)
+        if by_hash:
+            self._believe(lease, upto, tokens, extras)
+        else:
+            self._tell(lease, upto, tokens, first_page, extras)
         for arena in member.arenas:
             lease.frontier[arena] = max(lease.frontier[arena], upto)
         visible = min(*lease.frontier, lease.told)
@@ -242,6 +257,10 @@ class LeaseBook:
         width = 4 * lease.request.page_size
         first = lease.request.first
         begin, end = lease.visible - first, visible - first
+        if lease.by_hash:
+            lease.request.commit(visible, first=lease.visible, tokens=None)
+            lease.visible = visible
+            return
         try:
             lease.request.commit(
                 visible,
@@ -256,7 +275,17 @@ class LeaseBook:
             raise
         lease.visible = visible
 
+    def _believe(self, lease: HeldLease, upto: int, tokens: bytes, extras: bytes) -> None:
+        if tokens or extras or lease.tokens:
+            raise InvalidInput(
+                f"commit: tokens of lease {lease.number} are told, so its pages are not taken by hash: tell all tokens"
+            )
+        lease.by_hash = True
+        lease.told = max(lease.told, upto)
+
     def _tell(self, lease: HeldLease, upto: int, tokens: bytes, first_page: int, extras: bytes) -> None:
+        if tokens and lease.by_hash:
+            raise InvalidInput(f"commit: pages of lease {lease.number} are taken by hash: leave out tokens")
         if not tokens:
             if extras:
                 raise InvalidInput("commit: extras without tokens: give both for the same pages")

@@ -277,13 +277,17 @@ class SidecarSession:
             raise LimitExceeded(f"extend: the prompt would have {total} pages, the limit is {self._limits.pages}")
         held.request.extend(page_hashes, tokens)
 
-    def commit(self, lease: int, upto: int, *, tokens: bytes, first_page: int, extras: bytes) -> int:
+    def commit(
+        self, lease: int, upto: int, *, tokens: bytes, first_page: int, extras: bytes, by_hash: bool = False
+    ) -> int:
         """This rank's part of the pages up to an index is written."""
         self._may(write=True)
         held, member = self._find(lease)
         if not member.worker:
             raise PermissionDenied("commit: this session only schedules; the ranks that wrote the pages commit them")
-        return self._service.leases.commit(held, member, upto, tokens=tokens, first_page=first_page, extras=extras)
+        return self._service.leases.commit(
+            held, member, upto, tokens=tokens, first_page=first_page, extras=extras, by_hash=by_hash
+        )
 
     def release(self, lease: int, *, aborted: bool) -> Counts:
         """Give back all that a lease holds."""

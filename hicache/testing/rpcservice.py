@@ -132,12 +132,23 @@ class FakeSession:
         del tokens
         self._find(lease).hashes += _split(page_hashes)
 
-    def commit(self, lease: int, upto: int, *, tokens: bytes, first_page: int, extras: bytes) -> int:
-        """Check the chain and publish."""
+    def commit(
+        self, lease: int, upto: int, *, tokens: bytes, first_page: int, extras: bytes, by_hash: bool = False
+    ) -> int:
+        """Check the chain, unless hashes are to be believed, and publish."""
         del extras
         held = self._find(lease)
         if upto > len(held.found) + len(held.own) or upto > len(held.hashes):
             raise InvalidInput(f"commit up to page {upto}: {len(held.found) + len(held.own)} have slots")
+        if not by_hash:
+            self._check(held, first_page, tokens)
+        for page in range(held.visible, upto):
+            key = (held.namespace.digest, held.scope, held.hashes[page])
+            self._service.pages.setdefault(key, held.own[page - len(held.found)])
+        held.visible = max(held.visible, upto)
+        return held.visible
+
+    def _check(self, held: _Lease, first_page: int, tokens: bytes) -> None:
         namespace = held.namespace
         parent = held.hashes[first_page - 1] if 0 < first_page <= len(held.hashes) else None
         hasher = namespace.derive(adapter=held.scope.adapter, salt=held.scope.salt).hasher()
@@ -146,11 +157,6 @@ class FakeSession:
         pages = len(symbols) // (4 * namespace.page_size)
         if _split(hasher.extend(parent, symbols, pages)) != held.hashes[first_page : first_page + pages]:
             raise HashMismatch(f"tokens of the pages from {first_page} are not those of their hashes")
-        for page in range(held.visible, upto):
-            key = (namespace.digest, held.scope, held.hashes[page])
-            self._service.pages.setdefault(key, held.own[page - len(held.found)])
-        held.visible = max(held.visible, upto)
-        return held.visible
 
     def release(self, lease: int, *, aborted: bool) -> Counts:
         """Give back what was not published."""

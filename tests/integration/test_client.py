@@ -6,11 +6,13 @@ import asyncio
 import gc
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 import hicache
+from hicache.core.symbols import symbols
 from hicache.errors import (
     CacheClosed,
     HashMismatch,
@@ -18,6 +20,7 @@ from hicache.errors import (
     NamespaceError,
     OutOfSlots,
     PermissionDenied,
+    ProtocolMismatch,
     Unauthenticated,
 )
 from hicache.rpc.service import Caller, Limits, Peer
@@ -93,6 +96,53 @@ def test_pages_that_were_never_written_are_not_published(served: Served, cache: 
         written.set()
         until(lambda: cache.statistics().failed_commits == 1, "the refusal")
     assert cache.match(tokens, logits=False).pages == 3
+
+
+def hashes_of(tokens: list[int]) -> bytes:
+    pages = len(tokens) // NAMESPACE.page_size
+    return NAMESPACE.derive().hasher().extend(None, symbols(tokens, NAMESPACE.page_size), pages)
+
+
+def test_who_knows_hashes_and_no_tokens_stores_and_reads_by_them(cache: hicache.ConnectedCache) -> None:
+    """Such pages are those of the tokens, too; and what was stored with tokens is read by hash."""
+    tokens = prompt(1, 20)
+    hashes, pages = hashes_of(tokens), random_pages(5)
+    with cache.request_by_hash(hashes[:96]) as request:
+        assert len(request.load()) == 0
+        assert request.write_from(pages[: len(request.allocate())]) == 3
+        request.commit(upto=8)
+        request.commit()
+        with pytest.raises(InvalidInput, match="names its pages by hash"):
+            request.extend([1])
+    with cache.request_by_hash(hashes, deadline=1) as request:
+        assert (len(request.load()), len(request.allocate()), request.tokens) == (3, 2, 20)
+        request.write_from(pages[3:])
+        request.commit()
+    with cache.request(tokens, logits=False) as request:
+        read = np.zeros((5, SIZE), np.uint8)
+        assert request.read_into(read) == 5
+        assert (read == pages).all()
+    content = store(cache, others := prompt(2, 8))
+    with cache.request_by_hash(hashes_of(others)) as request:
+        read = np.zeros((2, SIZE), np.uint8)
+        assert request.read_into(read) == 2
+        assert (read == content).all()
+    with pytest.raises(InvalidInput, match="31 bytes, not a multiple of 32"):
+        cache.request_by_hash(hashes[:31])
+
+
+def test_a_service_that_takes_no_hashes_is_named(
+    served: Served, cache: hicache.ConnectedCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An older service would never show such pages: the client is told, and reads on."""
+    connection = cache.state.link.connection
+    assert connection is not None
+    monkeypatch.setattr(connection, "welcome", replace(connection.welcome, server="0.0.9", capabilities=()))
+    with cache.request_by_hash(hashes_of(prompt(1, 4))) as request:
+        assert request.write_from(random_pages(len(request.allocate()))) == 1
+        with pytest.raises(ProtocolMismatch, match=r"hicache 0\.0\.9, which takes no pages by hash: upgrade it"):
+            request.commit()
+    assert not served.service.pages
 
 
 def test_scopes_tell_pages_apart(cache: hicache.ConnectedCache) -> None:

@@ -97,6 +97,14 @@ class AsyncConnectedCache(ClientCore):
             )
         )
 
+    async def request_by_hash(
+        self, page_hashes: bytes, *, deadline: float | None = None, priority: int = 0
+    ) -> AsyncConnectedRequest:
+        """See `ConnectedCache.request_by_hash`."""
+        return await drive(
+            self._request_by_hash(AsyncConnectedRequest, page_hashes, deadline=deadline, priority=priority)
+        )
+
     async def match(
         self,
         tokens: Tokens,

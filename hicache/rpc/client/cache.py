@@ -71,6 +71,30 @@ class ConnectedCache(ClientCore):
             )
         )
 
+    def request_by_hash(
+        self, page_hashes: bytes, *, deadline: float | None = None, priority: int = 0
+    ) -> ConnectedRequest:
+        """Begin a request for whoever knows the hashes of pages and no tokens, as a storage plug-in of an engine.
+
+        What it commits is published by these hashes as they are: the service cannot check them, and has no tokens to
+        put into events and stored objects. All of the pages may come from the cache. Adapter and salt have no place
+        here: they are in the hashes, whose chain begins with them.
+
+        Args:
+            page_hashes: of all pages from the first of the prompt on, glued together, 32 bytes each.
+            deadline: as in `request`.
+            priority: as in `request`.
+
+        Returns:
+            The request, as `request` gives it; it cannot be extended.
+
+        Raises:
+            InvalidInput: bytes that are no whole hashes; a negative deadline; a priority that is no integer of 32 bits.
+            PermissionDenied: this client may not read.
+            CacheClosed: the cache is closed.
+        """
+        return run(self._request_by_hash(ConnectedRequest, page_hashes, deadline=deadline, priority=priority))
+
     def match(
         self,
         tokens: Tokens,

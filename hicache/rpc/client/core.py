@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from hicache.clock import Clock, MonotonicClock
 from hicache.core.identity import Adapter, Namespace
 from hicache.core.symbols import Span, Tokens, page_extras, symbols
-from hicache.errors import ConfigError, ServiceUnavailable, StorageError
+from hicache.errors import ConfigError, InvalidInput, ServiceUnavailable, StorageError
 from hicache.memory.base import Bytes
 from hicache.records import Match
 from hicache.rpc.address import Address
@@ -211,6 +211,30 @@ class ClientCore:
             tail=symbols(tokens[whole:], 1) if count != whole else b"",
             limit=limit,
             deadline=state.options.deadline if deadline is None else deadline,
+        )
+        await verbs.begin(priority)
+        return kind(verbs)
+
+    async def _request_by_hash(self, kind: type[R], page_hashes: bytes, *, deadline: float | None, priority: int) -> R:
+        state = self.state
+        state.check_open()
+        deadline = deadline_of(deadline)
+        priority = priority_of(priority)
+        naming = state.named(None, None)
+        assert naming is not None  # only adapters go past the cache
+        hashes = bytes(page_hashes)
+        if len(hashes) % naming.hasher.size:
+            raise InvalidInput(f"page hashes have {len(hashes)} bytes, not a multiple of {naming.hasher.size}")
+        pages = len(hashes) // naming.hasher.size
+        verbs = RequestVerbs(
+            state,
+            naming,
+            (b"", None),
+            tokens=pages * self.page_size,
+            tail=b"",
+            limit=pages,
+            deadline=state.options.deadline if deadline is None else deadline,
+            page_hashes=hashes,
         )
         await verbs.begin(priority)
         return kind(verbs)

@@ -20,7 +20,7 @@ import numpy as np
 from hicache.core.reasons import RequestCounts
 from hicache.core.residency import Slots
 from hicache.core.symbols import TOKEN_SIZE, Span, Tokens, page_extras, symbols
-from hicache.errors import CacheClosed, InvalidInput
+from hicache.errors import CacheClosed, InvalidInput, ProtocolMismatch
 from hicache.memory.writer import READY, WriterEvent
 from hicache.records import Match, MissReason
 from hicache.rpc.client.commits import Commits
@@ -29,6 +29,7 @@ from hicache.rpc.client.pages import NONE, Buffers, LeasedPages, as_pages
 from hicache.rpc.client.protocol import Reply
 from hicache.rpc.client.state import FORKED, ClientState, Naming
 from hicache.rpc.convert.session import decode_counts
+from hicache.rpc.service import BY_HASH
 from hicache.rpc.v1 import session_pb2 as pb
 from hicache.runtime.arguments import deadline_of, event_of, flag, no_spans, spans_of, whole
 from hicache.units import whole_number
@@ -47,6 +48,7 @@ class RequestVerbs:
         tail: tokens behind the last whole page.
         limit: leading pages that it may take from the cache.
         deadline: seconds for looking and loading together.
+        page_hashes: of all its pages, where its tokens are not known; then there is no content.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class RequestVerbs:
         tail: bytes,
         limit: int,
         deadline: float,
+        page_hashes: bytes | None = None,
     ) -> None:
         self.state = state
         self.naming = naming
@@ -72,7 +75,10 @@ class RequestVerbs:
         self._width = TOKEN_SIZE * state.page_size + (0 if self._spans is None else 16)
         self._tail = tail
         self._until = state.now() + deadline
-        self._hashes = b"" if naming is None else naming.hasher.extend(None, self._symbols, self.whole)
+        self._by_hash = page_hashes is not None
+        self._hashes = page_hashes or b""
+        if naming is not None and not self._by_hash:
+            self._hashes = naming.hasher.extend(None, self._symbols, self.whole)
         self._told_pages, self._told_tokens = self.whole, tokens  # what the service knows of the prompt
         self._usable = 0
         self._settled = False  # whether the usable prefix cannot grow any more
@@ -83,7 +89,7 @@ class RequestVerbs:
     @property
     def whole(self) -> int:
         """Whole pages of the prompt."""
-        return len(self._symbols) // self._width
+        return self.limit if self._by_hash else len(self._symbols) // self._width
 
     @property
     def bypassed(self) -> bool:
@@ -257,10 +263,18 @@ class RequestVerbs:
         if self._start is None or end <= self._sent or not pages.live:
             return
         self._check_written(end)
+        if self._by_hash and BY_HASH not in pages.connection.welcome.capabilities:
+            raise ProtocolMismatch(
+                f"commit: the service is hicache {pages.connection.welcome.server}, which takes no pages by hash: "
+                "upgrade it"
+            )
         begin, self._sent = self._sent, end
         self._tell_extension(pages)
-        tokens, extras = self._content(begin, end)
-        commit = pb.Commit(lease=pages.lease, upto=end, tokens=tokens, first_page=begin, extras=extras)
+        if self._by_hash:
+            commit = pb.Commit(lease=pages.lease, upto=end, by_hash=True)
+        else:
+            tokens, extras = self._content(begin, end)
+            commit = pb.Commit(lease=pages.lease, upto=end, tokens=tokens, first_page=begin, extras=extras)
         await self.state.reply_to(self.state.ask(pages.connection, pb.Request(commit=commit)), pages)
 
     def _content(self, begin: int, end: int) -> tuple[bytes, bytes]:
@@ -283,6 +297,8 @@ class RequestVerbs:
     def extend(self, tokens: Tokens, extras: Iterable[Span]) -> None:
         """The prompt grew; see `ConnectedRequest.extend`. The service is told with the next verb that needs it."""
         self.check_open()
+        if self._by_hash:
+            raise InvalidInput("extend: this request names its pages by hash: make another one with more of them")
         more = symbols(tokens, 1)
         count = self.tokens + len(more) // TOKEN_SIZE
         if self._spans is None:

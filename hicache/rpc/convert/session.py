@@ -104,12 +104,20 @@ def encode_welcome(welcome: Welcome, protocol: int) -> pb.Welcome:
         session=welcome.session,
         limits=encode_limits(welcome.limits),
         tenant=welcome.tenant or "",
+        capabilities=welcome.capabilities,
     )
 
 
 def decode_welcome(message: pb.Welcome) -> Welcome:
     """The welcome of a message."""
-    return Welcome(message.server, message.boot, message.session, decode_limits(message.limits), message.tenant or None)
+    return Welcome(
+        message.server,
+        message.boot,
+        message.session,
+        decode_limits(message.limits),
+        message.tenant or None,
+        tuple(message.capabilities),
+    )
 
 
 def encode_attachment(attachment: Attachment) -> pb.Attach:

@@ -335,7 +335,7 @@ class Welcome(google.protobuf.message.Message):
     def limits(self) -> Global___Limits: ...
     @property
     def capabilities(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Capabilities beyond this file, by name."""
+        """What the service can do that earlier releases of this protocol version could not, by name: "commit_by_hash"."""
 
     def __init__(
         self,
@@ -883,6 +883,7 @@ class Commit(google.protobuf.message.Message):
     TOKENS_FIELD_NUMBER: builtins.int
     FIRST_PAGE_FIELD_NUMBER: builtins.int
     EXTRAS_FIELD_NUMBER: builtins.int
+    BY_HASH_FIELD_NUMBER: builtins.int
     lease: builtins.int
     upto: builtins.int
     """Page index up to which they are written."""
@@ -894,6 +895,11 @@ class Commit(google.protobuf.message.Message):
     """Page index of the first page that `tokens` describes."""
     extras: builtins.bytes
     """For each of these pages the 16-byte digest of its non-text input, zeros without; empty: none has any."""
+    by_hash: builtins.bool
+    """The client has hashes and no tokens, as a storage plug-in of an engine has: the service takes the hashes that the
+    lease was made with as they are, and keeps pages whose tokens nobody knows. Then `tokens` and `extras` are empty,
+    for all commits of the lease. Needs the capability "commit_by_hash"; without it nothing becomes visible.
+    """
     def __init__(
         self,
         *,
@@ -902,8 +908,9 @@ class Commit(google.protobuf.message.Message):
         tokens: builtins.bytes = ...,
         first_page: builtins.int = ...,
         extras: builtins.bytes = ...,
+        by_hash: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["extras", b"extras", "first_page", b"first_page", "lease", b"lease", "tokens", b"tokens", "upto", b"upto"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["by_hash", b"by_hash", "extras", b"extras", "first_page", b"first_page", "lease", b"lease", "tokens", b"tokens", "upto", b"upto"]) -> None: ...
 
 Global___Commit: typing_extensions.TypeAlias = Commit
 

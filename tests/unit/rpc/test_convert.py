@@ -130,7 +130,7 @@ ROUND_TRIPS: dict[str, tuple[st.SearchStrategy[Any], Callable[[Any], None]]] = {
     "scope": (SCOPES, same(identity.encode_scope, identity.decode_scope)),
     "limits": (LIMITS, same(session.encode_limits, session.decode_limits)),
     "welcome": (
-        st.builds(Welcome, TEXT, DIGEST, U64, LIMITS, st.none() | TEXT),
+        st.builds(Welcome, TEXT, DIGEST, U64, LIMITS, st.none() | TEXT, st.lists(TEXT, max_size=2).map(tuple)),
         same(lambda welcome: session.encode_welcome(welcome, 1), session.decode_welcome),
     ),
     "attachment": (attachments(), same(session.encode_attachment, session.decode_attachment)),

@@ -51,11 +51,11 @@ class Request:
         self.usable = np.arange(usable)
         self.own = np.arange(own) + 100
         self.first = usable
-        self.committed: list[tuple[int, int, bytes, bytes]] = []
+        self.committed: list[tuple[int, int, bytes | None, bytes]] = []
         self.closed: list[bool] = []
 
-    def commit(self, upto: int, *, first: int, tokens: bytes, extras: bytes) -> None:
-        if b"\xff\xff" in tokens:
+    def commit(self, upto: int, *, first: int, tokens: bytes | None, extras: bytes = b"") -> None:
+        if tokens is not None and b"\xff\xff" in tokens:
             raise HashMismatch("not these tokens")
         self.committed.append((upto, first, tokens, extras))
 
@@ -260,6 +260,26 @@ def test_bad_commits_change_nothing(upto: int, told: bytes, first: int, extras: 
         world.book.commit(lease, owner, upto, tokens=told, first_page=first, extras=extras)
     assert request.committed == []
     assert world.book.commit(lease, owner, 3, tokens=tokens(3), first_page=0, extras=b"") == 3
+
+
+def test_pages_can_be_committed_by_hash_alone() -> None:
+    """Without tokens pages are published when every rank has them, but never half with tokens and half without."""
+    world = World(arenas=2)
+    first, second = world.member(0, arenas=(0,)), world.member(1, arenas=(1,))
+    nothing = {"tokens": b"", "first_page": 0, "extras": b""}
+    lease, request = world.lease(first, usable=1, own=3)
+    assert world.book.commit(lease, first, 4, **nothing, by_hash=True) == 1
+    assert world.book.commit(lease, second, 3, **nothing) == 3
+    assert world.book.commit(lease, second, 4, **nothing, by_hash=True) == 4
+    assert request.committed == [(3, 1, None, b""), (4, 3, None, b"")]
+    with pytest.raises(InvalidInput, match="taken by hash: leave out tokens"):
+        world.book.commit(lease, first, 4, tokens=tokens(3), first_page=1, extras=b"")
+    told, _ = world.lease(first, usable=0, own=2)
+    assert world.book.commit(told, first, 1, tokens=tokens(1), first_page=0, extras=b"") == 0
+    for wrong in ({}, {"tokens": tokens(1)}, {"extras": bytes(16)}):
+        with pytest.raises(InvalidInput, match="tell all tokens"):
+            world.book.commit(told, first, 2, **(nothing | wrong), by_hash=True)
+    assert world.book.commit(told, second, 1, **nothing) == 1
 
 
 def test_wrong_tokens_can_be_told_again() -> None:
