@@ -1,0 +1,256 @@
+"""`generate` with a cache of prefixes under it."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any, Final
+
+from hicache.core.identity import Adapter
+from hicache.errors import ConfigError
+from hicache_transformers.arguments import check_arguments, inferred_padding, padding_behind, repeats
+from hicache_transformers.convert import PageShape
+from hicache_transformers.counters import Counters, Statistics
+from hicache_transformers.identity import identify
+from hicache_transformers.model import ModelWatch, describe_model
+from hicache_transformers.pages import ConnectedPages, EmbeddedPages, Separation
+from hicache_transformers.prefix import Engine, Prefix, begin
+from hicache_transformers.rows import Bypass, read_rows
+
+__all__ = ["PrefixCache"]
+
+_DEVICE: Final = "256MiB"
+_HOST: Final = "1GiB"
+
+
+class PrefixCache:
+    """Keeps what a transformers model computed of prompts, and does not compute it again. A context manager.
+
+    Calls may come from several threads at once, as far as the model itself may be called so. The cache never raises
+    into `generate`: what does not work is computed, and counted (`statistics`). A forked child must not use it.
+
+    Args:
+        model: a decoder-only model with full attention (MHA, GQA, MQA) in evaluation mode, loaded and on its device.
+        storage: URL of what outlives the process, such as "file:///var/cache/hicache?capacity=100GiB"; None: none.
+        host: size of the tier in main memory, such as "8GiB"; by default 1 GiB.
+        device: size of the tier that calls read from and write to, in main memory too; by default 256 MiB. One prompt
+            is reused up to this size.
+        address: of a service (`hicache serve`) that keeps the pages instead; then the three above are its business.
+        page_size: tokens a page, the unit of reuse: up to so many tokens behind the last whole page are computed
+            again.
+        name: name under which pages are shared; by default where the model was loaded from.
+        revision: commit or digest of the weights; by default that of the model's folder or of the hub. Give one where
+            weights were changed in memory after loading.
+        numerics: which kernels may share pages; by default `transformers/ATTENTION/DTYPE`. Engines that are given the
+            same text share pages: say so only where their results may be mixed.
+        tenant: whose pages these are, unless a call says otherwise.
+        head_group: kv heads an object of storage; engines that share pages at several TP sizes must agree on it.
+        layer_partition: layers an object.
+        deadline: seconds that a call waits for pages of lower tiers; by default as `hicache.open` decides.
+        options: further options of `hicache.open`, or of `hicache.connect` where there is an address.
+
+    Attributes:
+        cache: the cache below: `hicache.EmbeddedCache`, or `hicache.ConnectedCache`.
+        namespace: names its pages.
+        warnings: what works but deserves a word.
+
+    Raises:
+        ConfigError: a model whose pages cannot be reused, or settings that do not work; says what to change.
+        StorageError: storage cannot be reached.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        storage: Any = None,
+        host: str | int | None = None,
+        device: str | int | None = None,
+        address: str | None = None,
+        page_size: int = 16,
+        name: str | None = None,
+        revision: str | None = None,
+        numerics: str | None = None,
+        tenant: str | None = None,
+        head_group: int | None = None,
+        layer_partition: int | None = None,
+        deadline: float | None = None,
+        **options: Any,
+    ) -> None:
+        self._model = model
+        self._shape = describe_model(model)
+        self.namespace, self.warnings = identify(
+            model,
+            self._shape,
+            page_size=page_size,
+            name=name,
+            revision=revision,
+            numerics=numerics,
+            head_group=head_group,
+            layer_partition=layer_partition,
+        )
+        self._pages = PageShape(
+            layers=self._shape.layers,
+            kv_heads=self._shape.kv_heads,
+            head_group=head_group or self._shape.kv_heads,
+            tokens=self.namespace.page_size,
+            row=self._shape.head_dim * self._shape.dtype.itemsize,
+        )
+        self._watch = ModelWatch(model)
+        self._counters = Counters()
+        self._tenant = tenant
+        self._deadline = deadline
+        self._closed = False
+        self._source = self._open(storage, host, device, address, options)
+        self._engine = Engine(model, self._shape, self._pages, self._source, self._counters)
+        self.cache = self._source.cache
+
+    def generate(
+        self,
+        inputs: Any = None,
+        generation_config: Any = None,
+        *,
+        adapter: Adapter | None = None,
+        tenant: str | None = None,
+        salt: str | None = None,
+        **arguments: Any,
+    ) -> Any:
+        """`model.generate`, with the same arguments and the same result, computing only what the cache lacks.
+
+        Calls that would not give the same with a cache (beam search, assisted decoding, static caches, embeddings as
+        input, ...) go past it, with the reason in `statistics().bypassed`.
+
+        Args:
+            inputs: token ids `(batch, tokens)`, padded on the left; or give `input_ids`.
+            generation_config: as for `model.generate`.
+            adapter: which adapter's weights are active, by name and digest; without a digest the call goes past the
+                cache. A model with adapters is not looked up without it.
+            tenant: whose pages; by default the cache's.
+            salt: a further separation.
+            arguments: as for `model.generate`.
+
+        Raises:
+            Whatever `model.generate` raises.
+        """
+        model = self._model
+        if inputs is None and arguments.get("input_ids") is not None:
+            inputs = arguments.pop("input_ids")
+        prefix = self._begin(inputs, generation_config, arguments, Separation(adapter, tenant or self._tenant, salt))
+        if prefix is None:
+            return model.generate(inputs, generation_config, **arguments)
+        try:
+            result = model.generate(inputs, generation_config, past_key_values=prefix.past_key_values, **arguments)
+        except BaseException:
+            prefix.close(aborted=True)
+            raise
+        # One sequence alone has no padding behind it, and ends with what may look like it.
+        pad = padding_behind(model, generation_config, arguments) if len(result_rows(result)) > 1 else None
+        prefix.commit(result_rows(result), pad_token=pad)
+        return result
+
+    def prefix(
+        self,
+        input_ids: Any,
+        attention_mask: Any = None,
+        *,
+        adapter: Adapter | None = None,
+        tenant: str | None = None,
+        salt: str | None = None,
+    ) -> Prefix:
+        """What the cache has of prompts, as a cache for the model: for loops of your own around `forward`.
+
+            with cache.prefix(ids) as prefix:
+                output = model.generate(ids, past_key_values=prefix.past_key_values)
+                prefix.commit(output)  # without this line only the prompt is stored
+
+        Args are those of `generate`. At least the last token of each prompt is left to be computed. Give `generate`
+        and `forward` nothing that changes what a prompt's keys and values are, and do not crop or reorder the cache
+        before `commit`.
+        """
+        given = {} if attention_mask is None else {"attention_mask": attention_mask}
+        whose = Separation(adapter, tenant or self._tenant, salt)
+        return self._begin(input_ids, None, given, whose) or Prefix()
+
+    def statistics(self) -> Statistics:
+        """A snapshot."""
+        return self._counters.snapshot()
+
+    def flush(self) -> None:
+        """Wait until lower tiers have what they should have."""
+        if isinstance(self._source, EmbeddedPages):
+            self._source.cache.flush()
+
+    def clear(self, *, adapter: Adapter | None = None, tenant: str | None = None, salt: str | None = None) -> None:
+        """Forget all pages of this model, of one adapter, tenant and salt.
+
+        Raises:
+            HicacheError: storage or the service did not confirm; call it again.
+        """
+        if isinstance(self._source, EmbeddedPages):
+            self._source.cache.clear(adapter=adapter, tenant=tenant or self._tenant, salt=salt)
+        else:
+            self._source.cache.clear(adapter=adapter, salt=salt)
+
+    def close(self) -> None:
+        """Bring to storage what should be there, and let go of everything. Idempotent; calls go on without a cache."""
+        self._closed = True
+        self._source.close()
+
+    def __enter__(self) -> PrefixCache:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "open"
+        return f"<hicache_transformers.PrefixCache {self.namespace.model!r}, pages of {self._pages.tokens}: {state}>"
+
+    def _begin(self, inputs: Any, config: Any, arguments: dict[str, Any], whose: Separation) -> Prefix | None:
+        """The prompts of a call; None where it goes past the cache. Raises nothing for the cache's sake."""
+        self._counters.add(calls=1)
+        model = self._model
+        try:
+            if self._closed:
+                raise Bypass("closed", "the cache is closed")
+            self._watch.check(adapter_given=whose.adapter is not None)
+            check_arguments(model, config, arguments)
+            mask = arguments.get("attention_mask")
+            rows = read_rows(inputs, mask, pad_token=inferred_padding(model, config, arguments))
+            if not self._shape.takes_positions and any(row.padding for row in rows):
+                raise Bypass("padding", "the model counts positions with padding: give it prompts of one length")
+            times = repeats(model, config, arguments)
+            return begin(self._engine, rows, whose, repeats=times, deadline=self._deadline)
+        except Bypass as bypass:
+            self._counters.bypass(bypass.reason, str(bypass))
+        except Exception as error:
+            self._counters.failed("looking up", error)
+        return None
+
+    def _open(
+        self, storage: Any, host: Any, device: Any, address: str | None, options: dict[str, Any]
+    ) -> EmbeddedPages | ConnectedPages:
+        if address is None:
+            options = {"host": _HOST if host is None else host, "storage": storage, **options}
+            pages = EmbeddedPages(self.namespace, self._pages, device=device or _DEVICE, options=options)
+            self._warn_if_small(pages)
+            return pages
+        for what, value in (("storage", storage), ("host", host), ("device", device), ("tenant", self._tenant)):
+            if value is not None:
+                raise ConfigError(f"{what}= is the service's business where address= is given: leave it out")
+        return ConnectedPages(address, self.namespace, self._pages, options=options)
+
+    def _warn_if_small(self, pages: EmbeddedPages) -> None:
+        most = getattr(self._model.config, "max_position_embeddings", None)
+        held = pages.capacity * self._pages.tokens
+        if most is not None and held < int(most):
+            self.warnings.append(
+                f"the device tier holds {held} tokens, the model takes {most}: of longer prompts only the beginning is "
+                "reused; give device= more"
+            )
+
+
+def result_rows(result: Any) -> Any:
+    """The sequences in what `generate` returned."""
+    return getattr(result, "sequences", result)

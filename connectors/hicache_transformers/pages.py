@@ -1,0 +1,227 @@
+"""Where pages are kept: in this process, with all tiers, or by a service beside it. One small interface over both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+import hicache
+from hicache.core.identity import Adapter, Namespace
+from hicache.runtime.options import pool_pages
+from hicache_transformers.convert import Bytes, PageShape
+
+__all__ = ["ConnectedPages", "EmbeddedPages", "PageRequest", "PageSource", "Separation"]
+
+Tokens: TypeAlias = npt.NDArray[np.uint32]
+Fill: TypeAlias = Callable[[int, Sequence[Bytes]], None]
+"""Writes pages of a prompt, from the page of that index on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Separation:
+    """What separates a call's pages from others' besides their tokens."""
+
+    adapter: Adapter | None = None
+    tenant: str | None = None
+    salt: str | None = None
+
+
+class PageRequest(Protocol):
+    """One prompt. For one thread at a time."""
+
+    @property
+    def usable(self) -> int:
+        """Leading pages that came from the cache."""
+        ...
+
+    def pages(self) -> Sequence[Bytes]:
+        """These pages, to be read only; valid until `close`."""
+        ...
+
+    def store(self, more: Tokens, fill: Fill) -> int:
+        """Publish the pages that were computed: of the prompt, and of `more` behind it.
+
+        Returns:
+            How many were handed over; fewer than there are where the cache has no room for all.
+
+        Raises:
+            HicacheError: it could not be done.
+        """
+        ...
+
+    def close(self, *, aborted: bool = False) -> None:
+        """Let go of the pages. Idempotent."""
+        ...
+
+
+class PageSource(Protocol):
+    """A cache. Thread-safe."""
+
+    def begin(self, tokens: Tokens, whose: Separation, *, deadline: float | None) -> PageRequest:
+        """Look a prompt up, and wait until its pages are here, at most until the deadline."""
+        ...
+
+
+class EmbeddedPages:
+    """A cache of this process. Owns it, and the memory of its device tier, which is main memory.
+
+    Args:
+        namespace: names the pages.
+        shape: sizes of a page.
+        device: size of the device tier, in pages or bytes with a unit.
+        options: for `hicache.open`.
+
+    Raises:
+        ConfigError, StorageError: as `hicache.open`.
+    """
+
+    def __init__(self, namespace: Namespace, shape: PageShape, *, device: str | int, options: dict[str, Any]) -> None:
+        self._shape = shape
+        slots = max(1, pool_pages(device, page_bytes=shape.page_bytes, tier="device"))
+        self.memory = shape.slots(slots)
+        # Bytes stand for any dtype there, so their last axis counts bytes.
+        self._pool = hicache.TensorDevicePool.attach(
+            self.memory, namespace.geometry, page_size=namespace.page_size, layout="page_first"
+        )
+        try:
+            self.cache = hicache.open(namespace, device=self._pool, **options)
+        except BaseException:
+            self._pool.close()
+            raise
+
+    @property
+    def capacity(self) -> int:
+        """Pages of the device tier: of one prompt no more can be reused."""
+        return len(self.memory)
+
+    def begin(self, tokens: Tokens, whose: Separation, *, deadline: float | None) -> PageRequest:
+        """See `PageSource`."""
+        request = self.cache.request(
+            tokens, deadline=deadline, adapter=whose.adapter, tenant=whose.tenant, salt=whose.salt
+        )
+        return _loaded(lambda: _EmbeddedRequest(request, self.memory, self._shape), request)
+
+    def close(self) -> None:
+        """Drain and close. Idempotent."""
+        self.cache.close()
+        self._pool.close()
+
+
+class ConnectedPages:
+    """The cache of a service in another process.
+
+    Args:
+        address: of the service.
+        namespace: names the pages.
+        shape: sizes of a page.
+        options: for `hicache.connect`.
+
+    Raises:
+        ConfigError, ServiceError: as `hicache.connect`.
+    """
+
+    def __init__(self, address: str, namespace: Namespace, shape: PageShape, *, options: dict[str, Any]) -> None:
+        self._shape = shape
+        self.cache = hicache.connect(address, namespace, **options)
+
+    def begin(self, tokens: Tokens, whose: Separation, *, deadline: float | None) -> PageRequest:
+        """See `PageSource`. The tenant is the service's business."""
+        request = self.cache.request(tokens, deadline=deadline, adapter=whose.adapter, salt=whose.salt)
+        return _loaded(lambda: _ConnectedRequest(request, self._shape), request)
+
+    def close(self) -> None:
+        """Say goodbye. Idempotent."""
+        self.cache.close()
+
+
+def _loaded(load: Callable[[], PageRequest], request: Any) -> PageRequest:
+    try:
+        return load()
+    except BaseException:
+        request.close(aborted=True)
+        raise
+
+
+class _EmbeddedRequest:
+    def __init__(self, request: hicache.Request, memory: Bytes, shape: PageShape) -> None:
+        self._request = request
+        self._memory = memory
+        self._shape = shape
+        self._slots = request.load()
+
+    @property
+    def usable(self) -> int:
+        return len(self._slots)
+
+    def pages(self) -> Sequence[Bytes]:
+        return self._views(self._slots)
+
+    def store(self, more: Tokens, fill: Fill) -> int:
+        request = self._request
+        request.extend(more)
+        count = request.tokens // self._shape.tokens - self.usable
+        if count <= 0 or request.bypassed:
+            return 0
+        try:
+            slots = request.allocate(count)
+        except hicache.OutOfSlots as full:
+            count = min(count, full.free + full.evictable)
+            if count <= 0:
+                raise
+            slots = request.allocate(count)  # the beginning is what others can use
+        fill(self.usable, self._views(slots))
+        request.commit(upto=(self.usable + count) * self._shape.tokens, ready=hicache.READY)
+        return count
+
+    def close(self, *, aborted: bool = False) -> None:
+        self._request.close(aborted=aborted)
+
+    def _views(self, slots: Any) -> Sequence[Bytes]:
+        return [self._shape.of_slot(self._memory[slot]) for slot in slots.tolist()]
+
+
+class _ConnectedRequest:
+    def __init__(self, request: hicache.ConnectedRequest, shape: PageShape) -> None:
+        self._request = request
+        self._shape = shape
+        self._read = np.empty((len(request.load()), shape.page_bytes), np.uint8)
+        # What counts is known behind the copy: the service may take pages back from one who is late.
+        self._usable = request.read_into(self._read) if len(self._read) else 0
+
+    @property
+    def usable(self) -> int:
+        return self._usable
+
+    def pages(self) -> Sequence[Bytes]:
+        return [self._shape.of_canonical(page) for page in self._read[: self._usable]]
+
+    def store(self, more: Tokens, fill: Fill) -> int:
+        request = self._request
+        self._read = self._read[:0]
+        request.extend(more)
+        count = request.tokens // self._shape.tokens - self._usable
+        # Where pages were lost between load and copy, what would be allocated begins elsewhere.
+        if count <= 0 or request.bypassed or request.lost is not None:
+            return 0
+        try:
+            count = len(request.allocate(count))
+        except hicache.OutOfSlots as full:
+            count = min(count, full.free + full.evictable)
+            if count <= 0:
+                raise
+            count = len(request.allocate(count))
+        if not count:
+            return 0
+        fresh = np.empty((count, self._shape.page_bytes), np.uint8)
+        fill(self._usable, [self._shape.of_canonical(page) for page in fresh])
+        count = request.write_from(fresh)
+        if count:
+            request.commit(upto=(self._usable + count) * self._shape.tokens)
+        return count
+
+    def close(self, *, aborted: bool = False) -> None:
+        self._request.close(aborted=aborted)

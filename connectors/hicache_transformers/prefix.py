@@ -1,0 +1,233 @@
+"""One call's prompts: what the cache has of them becomes the model's cache, what the model computed becomes pages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+
+from hicache_transformers.convert import Bytes, PageShape, Span
+from hicache_transformers.counters import Counters
+from hicache_transformers.model import ModelShape, layers_of, new_state
+from hicache_transformers.pages import PageRequest, PageSource, Separation
+from hicache_transformers.rows import Row, columns_to_fill, generated_tokens
+
+__all__ = ["Engine", "Prefix", "begin"]
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """What all calls share.
+
+    Attributes:
+        model: the transformers model.
+        shape: what its own cache holds.
+        pages: sizes of a page of it.
+        source: where pages are kept.
+        counters: told of everything.
+    """
+
+    model: Any
+    shape: ModelShape
+    pages: PageShape
+    source: PageSource
+    counters: Counters
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The prompts of one call, one request to the cache each.
+
+    Attributes:
+        engine: of the call.
+        rows: the prompts.
+        requests: of each.
+        repeats: rows of the model's cache for each prompt.
+    """
+
+    engine: Engine
+    rows: Sequence[Row]
+    requests: Sequence[PageRequest]
+    repeats: int
+
+    @property
+    def columns(self) -> int:
+        """Columns of the prompts, padding included."""
+        return self.rows[0].padding + len(self.rows[0].tokens)
+
+    def close(self, *, aborted: bool) -> None:
+        """End the requests. Never raises."""
+        for request in self.requests:
+            try:
+                request.close(aborted=aborted)
+            except Exception as error:
+                self.engine.counters.failed("ending a request", error)
+
+
+class Prefix:
+    """The prompts of one call. A context manager; for one thread at a time. Made by `PrefixCache.prefix`.
+
+    Leaving it stores the prompts' pages, unless an exception leaves it or `commit` was called before.
+
+    Attributes:
+        past_key_values: a `DynamicCache` with what need not be computed, for `generate` or `forward`, which fill it
+            up; None where the call goes past the cache.
+        cached_tokens: for each prompt, how many of its tokens came from the cache.
+    """
+
+    def __init__(self, state: Any = None, cached: Sequence[int] = (), *, batch: Batch | None = None) -> None:
+        self.past_key_values = state
+        self.cached_tokens = tuple(cached)
+        self._batch = batch
+
+    def commit(self, sequences: Any = None, *, pad_token: int | None = None) -> None:
+        """Store what the model has computed. Never raises for the cache's sake; works once.
+
+        Args:
+            sequences: what `generate` returned, `(batch, columns)`: prompts and what follows. Without it only the
+                prompts are stored.
+            pad_token: what stands behind sequences that ended before others.
+        """
+        batch, self._batch = self._batch, None
+        if batch is None:
+            return
+        layers = _computed(batch, self.past_key_values)
+        for at, row in enumerate(batch.rows if layers else ()):
+            try:
+                sequence = None if sequences is None else sequences[at * batch.repeats]
+                _store(batch, at, layers, _following(batch, row, sequence, layers, pad_token))
+            except Exception as error:
+                batch.engine.counters.failed("storing pages", error)
+        batch.close(aborted=False)
+
+    def close(self, *, aborted: bool = False) -> None:
+        """Let go of everything; what was not committed is not stored. Idempotent.
+
+        Args:
+            aborted: the call ended without success; it is counted as such.
+        """
+        batch, self._batch = self._batch, None
+        if batch is not None:
+            batch.close(aborted=aborted)
+
+    def __enter__(self) -> Prefix:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.commit()
+        self.close(aborted=kind is not None)
+
+
+def begin(
+    engine: Engine, rows: Sequence[Row], whose: Separation, *, repeats: int = 1, deadline: float | None = None
+) -> Prefix:
+    """Look the prompts of a call up and put what there is into a new cache for the model.
+
+    Args:
+        engine: of the call.
+        rows: its prompts.
+        whose: separates them from others.
+        repeats: rows that the model's cache shall have for each prompt.
+        deadline: seconds for each prompt's pages to come.
+
+    Raises:
+        HicacheError: the cache failed; nothing is held then.
+    """
+    requests: list[PageRequest] = []
+    batch = Batch(engine, rows, requests, repeats)
+    try:
+        for row in rows:  # one by one: what has begun is let go of where the next fails
+            requests.append(engine.source.begin(row.tokens, whose, deadline=deadline))  # noqa: PERF401
+        hits = [request.usable * engine.pages.tokens for request in requests]
+        fill = columns_to_fill(rows, hits, batch.columns)
+        state = _state(batch, fill)
+    except BaseException:
+        with suppress(Exception):
+            batch.close(aborted=True)
+        raise
+    cached = [max(0, min(row.padding + hit, fill) - row.padding) for row, hit in zip(rows, hits, strict=True)]
+    prompt_tokens = sum(len(row.tokens) for row in rows)
+    engine.counters.add(prompts=len(rows), prompt_tokens=prompt_tokens, reused_tokens=sum(cached))
+    return Prefix(state, cached, batch=batch)
+
+
+def _state(batch: Batch, fill: int) -> Any:
+    """A cache for the model whose first columns are filled."""
+    engine = batch.engine
+    state = new_state(engine.model)
+    if fill:
+        span = Span(engine.pages, batch=len(batch.rows), tokens=fill, dtype=engine.shape.dtype)
+        for at, (row, request) in enumerate(zip(batch.rows, batch.requests, strict=True)):
+            pages = request.pages()
+            span.put_pages(at, pages, start=row.padding)
+            if row.padding + len(pages) * engine.pages.tokens < fill:
+                _compute(engine, span, at, row, pages)
+        _put(engine, state, span)
+        if batch.repeats > 1:
+            state.batch_repeat_interleave(batch.repeats)
+    return state
+
+
+def _compute(engine: Engine, span: Span, at: int, row: Row, pages: Sequence[Bytes]) -> None:
+    """Bring a row up to the columns that other rows have, by a forward pass of its own behind its pages."""
+    hit, wanted = len(pages) * engine.pages.tokens, span.tokens - row.padding
+    state = new_state(engine.model)
+    if hit:
+        before = Span(engine.pages, batch=1, tokens=hit, dtype=engine.shape.dtype)
+        before.put_pages(0, pages, start=0)
+        _put(engine, state, before)
+    ids = torch.from_numpy(row.tokens[hit:wanted].astype(np.int64))[None].to(engine.model.device)
+    with torch.no_grad():
+        engine.model(input_ids=ids, past_key_values=state, use_cache=True)
+    span.put_layers(layers_of(state), row=at, source=0, first=hit, start=row.padding + hit)
+
+
+def _put(engine: Engine, state: Any, span: Span) -> None:
+    for layer, (keys, values) in enumerate(span.layers(engine.shape.devices)):
+        state.update(keys, values, layer)
+
+
+def _computed(batch: Batch, state: Any) -> list[tuple[Any, Any]]:
+    """Each layer's keys and values if they are those of the whole prompts; beams, for one, make other rows of them."""
+    shape = batch.engine.shape
+    layers = layers_of(state)
+    if not layers or int(layers[0][0].shape[2]) < batch.columns:
+        return []  # the prompts were not run to their end
+    tokens = int(layers[0][0].shape[2])
+    wanted = (len(batch.rows) * batch.repeats, shape.kv_heads, tokens, shape.head_dim)
+    if len(layers) == shape.layers and all(
+        tuple(tensor.shape) == wanted and tensor.dtype == shape.dtype for pair in layers for tensor in pair
+    ):
+        return layers
+    batch.engine.counters.bypass("state", "the model's cache came back in another shape: nothing of it is stored")
+    return []
+
+
+def _following(batch: Batch, row: Row, sequence: Any, layers: Sequence[tuple[Any, Any]], pad_token: int | None) -> Any:
+    """Generated tokens that have keys and values: the last one has none yet."""
+    if sequence is None:
+        return np.empty(0, np.uint32)
+    found = generated_tokens(row, sequence, batch.columns, pad_token=pad_token)
+    return found[: int(layers[0][0].shape[2]) - batch.columns]
+
+
+def _store(batch: Batch, at: int, layers: Sequence[tuple[Any, Any]], following: Any) -> None:
+    engine, row = batch.engine, batch.rows[at]
+
+    def fill(first: int, pages: Sequence[Bytes]) -> None:
+        span = Span(engine.pages, batch=1, tokens=len(pages) * engine.pages.tokens, dtype=engine.shape.dtype)
+        begin = row.padding + first * engine.pages.tokens
+        span.put_layers(layers, row=0, source=at * batch.repeats, first=begin, start=0)
+        span.fill_pages(0, pages, start=0)
+
+    stored = batch.requests[at].store(following, fill)
+    engine.counters.add(stored_pages=stored)
+    batch.requests[at].close()  # its slots can serve the next row
