@@ -22,10 +22,11 @@ from hicache_sglang.calls import Complaints, TimedCalls
 from hicache_sglang.counters import Counters, Statistics
 from hicache_sglang.facts import engine_facts, names_adapters
 from hicache_sglang.fitting import fit
-from hicache_sglang.identity import identify
+from hicache_sglang.identity import Identity, identify
 from hicache_sglang.pool import Bytes, HostPages, describe_pool
+from hicache_sglang.service import ServicePages, connect
 from hicache_sglang.settings import Settings, read_settings
-from hicache_sglang.store import PageName, PageStore, StoragePages
+from hicache_sglang.store import PageChain, PageName, PageStore, StoragePages
 
 __all__ = ["HiCacheStorageBackend"]
 
@@ -133,21 +134,9 @@ class HiCacheStorageBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is 
         identity = identify(self._config, shape, settings, facts)
         pages = HostPages(pool, shape, head_group=identity.head_group)
         self._close_store()
-        policy = BreakerPolicy(timeout=settings.timeout)
-        backend = self._calls.run(lambda: open_storage(settings.storage, retry=RetryPolicy(), breaker=policy))
-        try:
-            store = StoragePages(
-                backend, identity, calls=self._calls, counters=self._counters, complaints=self._complaints
-            )
-        except Exception:
-            self._calls.run(backend.close)
-            raise
+        store = self._in_a_service(identity, settings) if settings.address else self._in_storage(identity, settings)
         self._pages, self._store, self._disabled = pages, store, ""
         document = identity.namespace.describe()
-        try:
-            store.write_manifest(json.dumps(document).encode())
-        except Exception as error:  # helps people only
-            self._complaints.say("the namespace's description could not be stored", error)
         for warning in identity.warnings:
             _log.warning("hicache: %s", warning)
         _log.info(
@@ -160,6 +149,26 @@ class HiCacheStorageBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is 
             document["geometry_digest"],
             document["numerics"],
         )
+
+    def _in_a_service(self, identity: Identity, settings: Settings) -> PageStore:
+        return ServicePages(connect(settings, identity), counters=self._counters, complaints=self._complaints)
+
+    def _in_storage(self, identity: Identity, settings: Settings) -> PageStore:
+        policy = BreakerPolicy(timeout=settings.timeout)
+        url = str(settings.storage)
+        backend = self._calls.run(lambda: open_storage(url, retry=RetryPolicy(), breaker=policy))
+        try:
+            store = StoragePages(
+                backend, identity, calls=self._calls, counters=self._counters, complaints=self._complaints
+            )
+        except Exception:
+            self._calls.run(backend.close)
+            raise
+        try:
+            store.write_manifest(json.dumps(identity.namespace.describe()).encode())
+        except Exception as error:  # helps people only
+            self._complaints.say("the namespace's description could not be stored", error)
+        return store
 
     def _disable(self, why: str) -> None:
         self._open_again_at = None
@@ -193,7 +202,7 @@ class HiCacheStorageBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is 
 
         def read(store: PageStore) -> list[Any]:
             targets = target_locations or [self.mem_pool_host.get_dummy_flat_data_page() for _ in keys]
-            done = store.read(_names(keys, None), self._flat(keys, targets))
+            done = store.read(_chain(keys, None), self._flat(keys, targets))
             return [target if there else None for target, there in zip(targets, done, strict=True)]
 
         return self._guarded("read", [None] * len(keys), read)
@@ -209,7 +218,7 @@ class HiCacheStorageBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is 
         """Store flat pages; whether all are stored."""
         del target_locations, target_sizes
         return self._guarded(
-            "write", False, lambda store: all(store.write(_names(keys, None), self._flat(keys, values or [])))
+            "write", False, lambda store: all(store.write(_chain(keys, None), self._flat(keys, values or [])))
         )
 
     # ---- look-ups
@@ -220,7 +229,7 @@ class HiCacheStorageBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is 
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         """How many pages, from the first on and without a hole, are there."""
-        return self._guarded("lookup", 0, lambda store: store.found(_names(keys, extra_info)))
+        return self._guarded("lookup", 0, lambda store: store.found(_chain(keys, extra_info)))
 
     # ---- models with several pools: the engine asks, and hears that nothing is there
 
@@ -299,16 +308,14 @@ class HiCacheStorageBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is 
             self._complaints.say(f"{kind} failed", f"{type(error).__name__}: {error}")
             return miss
 
-    def _placed(
-        self, keys: Sequence[str], host_indices: Any, extra_info: Any
-    ) -> tuple[list[PageName], list[Bytes | None]]:
+    def _placed(self, keys: Sequence[str], host_indices: Any, extra_info: Any) -> tuple[PageChain, list[Bytes | None]]:
         """Names, and the views of the pages whose token slots begin at each page's first index."""
         pages = self._host_pages()
         size = pages.shape.page_size
         slots = host_indices.tolist()
         if len(slots) != len(keys) * size:
             raise ConfigError(f"{len(keys)} pages of {size} tokens came with {len(slots)} host indices")
-        return _names(keys, extra_info), [_place(pages, slots[at : at + size]) for at in range(0, len(slots), size)]
+        return _chain(keys, extra_info), [_place(pages, slots[at : at + size]) for at in range(0, len(slots), size)]
 
     def _flat(self, keys: Sequence[str], tensors: Sequence[Any]) -> list[Bytes | None]:
         if len(tensors) != len(keys):
@@ -332,7 +339,7 @@ def _place(pages: HostPages, slots: list[int]) -> Bytes | None:
     return pages.at(slots[0]) if slots[-1] - slots[0] == len(slots) - 1 else None
 
 
-def _names(keys: Sequence[str], extra_info: Any) -> list[PageName]:
+def _chain(keys: Sequence[str], extra_info: Any) -> PageChain:
     """Pages by SGLang's hashes. Keys of one call are a chain; where the chain's beginning is known, so are parents.
 
     Raises:
@@ -344,11 +351,11 @@ def _names(keys: Sequence[str], extra_info: Any) -> list[PageName]:
     prefix = getattr(extra_info, "prefix_keys", None)
     hashes = [bytes.fromhex(key) for key in keys]
     if prefix is None:
-        return [PageName(found) for found in hashes]
-    before = bytes.fromhex(prefix[-1]) if prefix else None
-    parents = [before, *hashes[:-1]]
-    depth = len(prefix)
-    return [PageName(hashes[i], parents[i], depth + i) for i in range(len(hashes))]
+        return PageChain([PageName(found) for found in hashes])
+    before = [bytes.fromhex(key) for key in prefix]
+    parents = [before[-1] if before else None, *hashes[:-1]]
+    names = [PageName(page, parents[i], len(before) + i) for i, page in enumerate(hashes)]
+    return PageChain(names, b"".join(before))
 
 
 def _metrics_class() -> Any:

@@ -62,16 +62,21 @@ def identify(config: Any, shape: PoolShape, settings: Settings, facts: Mapping[s
             f"SGLang says is_mla_model={config.is_mla_model}, its host pool is {shape.kind}: not understood"
         )
     dtype = _dtype(shape, settings, facts)
-    tp_rank, tp_size = (0, 1) if shape.kind == "mla" else (int(config.tp_rank), int(config.tp_size))
-    geometry, head_group = _geometry(shape, settings, dtype, tp_size)
+    rank = tp_rank, tp_size = (0, 1) if shape.kind == "mla" else (int(config.tp_rank), int(config.tp_size))
+    if settings.address:  # a service would wait for all ranks, which know nothing of each other: each is a model
+        rank = (0, 1)
+    geometry, head_group = _geometry(shape, settings, dtype, rank[1])
     stage = (shape.first_layer, shape.first_layer + shape.layers)
-    plan = plan_shards(geometry, shape.page_size, tp_rank=tp_rank, tp_size=tp_size, pp_layers=stage)
+    plan = plan_shards(geometry, shape.page_size, tp_rank=rank[0], tp_size=rank[1], pp_layers=stage)
     if plan.page_bytes != shape.page_bytes:
         raise ConfigError(
             f"a page of the host pool has {shape.page_bytes} bytes, by kv_heads and layers it had {plan.page_bytes}: "
             "correct kv_heads or layers, or leave them out"
         )
     model, revision, warnings = _model(config, settings, facts)
+    numerics = settings.numerics or _numerics(shape, dtype, facts)
+    if rank != (tp_rank, tp_size):
+        numerics += f"/rank={tp_rank}of{tp_size}"
     namespace = Namespace(
         model,
         revision=revision,
@@ -80,7 +85,7 @@ def identify(config: Any, shape: PoolShape, settings: Settings, facts: Mapping[s
         hash="sha256",
         rope=_overrides(facts),
         scales=scales_digest(settings),
-        numerics=settings.numerics or _numerics(shape, dtype, facts),
+        numerics=numerics,
     )
     return Identity(namespace, plan, head_group, (*warnings, *plan.warnings))
 

@@ -26,6 +26,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     Attributes:
         storage: URL of a storage backend, such as `file:///var/cache/hicache?capacity=100GiB`.
+        address: of a hicache service instead, such as `unix:///run/hicache/hicache.sock` or `host:7420`.
+        pool_size: host memory of this model in the service, if nobody has made its pool yet.
+        token_file, ca, cert, key, insecure: for a service over TCP; as in `hicache.connect`.
         model: name under which pages are shared; by default the one that SGLang serves.
         revision: commit or digest of its weights; by default SGLang's, or made from a local folder.
         numerics: which kernel families may share pages; by default made from attention backend and dtype.
@@ -38,7 +41,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         timeout: seconds after which one storage call is given up.
     """
 
-    storage: str
+    storage: str | None = None
+    address: str | None = None
+    pool_size: int | str = 0
+    token_file: str | None = None
+    ca: str | None = None
+    cert: str | None = None
+    key: str | None = None
+    insecure: bool = False
     model: str | None = None
     revision: str | None = None
     numerics: str | None = None
@@ -58,8 +68,11 @@ def read_settings(document: Mapping[str, Any] | None) -> Settings:
         ConfigError: says which key is wrong, and what to write.
     """
     own = {name: value for name, value in (document or {}).items() if name not in ENGINE_KEYS}
-    if not own.get("storage"):
-        raise ConfigError('extra config lacks "storage": add "storage": "file:///path?capacity=100GiB" to it')
+    if not (own.get("storage") or own.get("address")):
+        raise ConfigError(
+            'extra config lacks "storage": add "storage": "file:///path?capacity=100GiB" to it, or the "address" of a '
+            "hicache service"
+        )
     try:
         settings = msgspec.convert(own, Settings)
     except msgspec.ValidationError as error:
@@ -67,11 +80,26 @@ def read_settings(document: Mapping[str, Any] | None) -> Settings:
         raise ConfigError(f"extra config is wrong: {error}; known keys are {known}") from None
     if not 0 < settings.timeout <= 600:
         raise ConfigError(f"extra config: timeout is {settings.timeout} seconds, must be above 0 and at most 600")
+    _check_places(settings)
     for name in ("kv_heads", "head_group", "layers", "layer_partition"):
         value = getattr(settings, name)
         if value is not None and value < 1:
             raise ConfigError(f"extra config: {name} is {value}, must be 1 or more")
     return settings
+
+
+_OF_A_SERVICE: Final = ("pool_size", "token_file", "ca", "cert", "key", "insecure")
+_OF_A_STORAGE: Final = ("kv_heads", "head_group", "layers", "layer_partition")
+
+
+def _check_places(settings: Settings) -> None:
+    if settings.storage and settings.address:
+        raise ConfigError('extra config has "storage" and "address": a service has its own storage, so leave out one')
+    strange = _OF_A_STORAGE if settings.address else _OF_A_SERVICE
+    for name in strange:
+        if getattr(settings, name):
+            where = "a service, where each rank has its own pages" if settings.address else "storage without a service"
+            raise ConfigError(f"extra config: {name} has no meaning for {where}: leave it out")
 
 
 def scales_digest(settings: Settings) -> bytes | None:

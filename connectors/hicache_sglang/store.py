@@ -23,7 +23,7 @@ from hicache_sglang.counters import Counters
 from hicache_sglang.identity import Identity
 from hicache_sglang.pool import Bytes
 
-__all__ = ["PageName", "PageStore", "StoragePages"]
+__all__ = ["PageChain", "PageName", "PageStore", "StoragePages"]
 
 BATCH_BYTES: Final = 2**25
 """About the bytes of one storage call, and of a buffer."""
@@ -53,18 +53,35 @@ class PageName:
     depth: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class PageChain:
+    """Consecutive pages, as the engine names them in one call.
+
+    Attributes:
+        names: of the pages.
+        before: hashes of the pages in front of them, from the first of the prompt on, glued together; empty where
+            there are none, or none are told.
+    """
+
+    names: Sequence[PageName]
+    before: bytes = b""
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
 class PageStore(Protocol):
     """Where the plug-in keeps pages. Several threads call at once; trouble is a miss, only `clear` raises."""
 
-    def found(self, names: Sequence[PageName]) -> int:
+    def found(self, chain: PageChain) -> int:
         """How many pages, from the first on and without a hole, are there."""
         ...
 
-    def read(self, names: Sequence[PageName], pages: Sequence[Bytes | None]) -> list[bool]:
+    def read(self, chain: PageChain, pages: Sequence[Bytes | None]) -> list[bool]:
         """Fill canonical views; each result tells whether its view has the page. Others may have been left as is."""
         ...
 
-    def write(self, names: Sequence[PageName], pages: Sequence[Bytes | None]) -> list[bool]:
+    def write(self, chain: PageChain, pages: Sequence[Bytes | None]) -> list[bool]:
         """Store canonical views."""
         ...
 
@@ -121,8 +138,9 @@ class StoragePages:
         """The namespace's generation, as far as known."""
         return self._generation
 
-    def found(self, names: Sequence[PageName]) -> int:
+    def found(self, chain: PageChain) -> int:
         """See `PageStore`. The first shard of this rank tells for the page: it is put last."""
+        names = chain.names
         try:
             self._refresh()
             keys = [self._key(name, self._parts[0]) for name in names]
@@ -134,9 +152,9 @@ class StoragePages:
         self._counters.looked_up(len(names), count)
         return count
 
-    def read(self, names: Sequence[PageName], pages: Sequence[Bytes | None]) -> list[bool]:
+    def read(self, chain: PageChain, pages: Sequence[Bytes | None]) -> list[bool]:
         """See `PageStore`. Ends at the first page that fails: the engine uses nothing behind it."""
-        started = self._now()
+        started, names = self._now(), chain.names
         results = [False] * len(names)
         for first, end in self._batches(names):
             try:
@@ -148,9 +166,9 @@ class StoragePages:
         self._counters.read(len(names), sum(results), self._page_bytes, self._now() - started)
         return results
 
-    def write(self, names: Sequence[PageName], pages: Sequence[Bytes | None]) -> list[bool]:
+    def write(self, chain: PageChain, pages: Sequence[Bytes | None]) -> list[bool]:
         """See `PageStore`. Pages are independent: one that fails stops no other; trouble ends it."""
-        started = self._now()
+        started, names = self._now(), chain.names
         results = [False] * len(names)
         for first, end in self._batches(names):
             try:

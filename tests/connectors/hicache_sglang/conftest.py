@@ -296,7 +296,7 @@ def plugin(install: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(module, "open_storage", lambda _url, **options: configured(backend or shared, **options))
         monkeypatch.setattr(shared, "close", lambda: None)
         fields = CONFIG_FIELDS[release] | {"is_mla_model": type(pool) is MLATokenToKVPoolHost}
-        fields["extra_config"] = {"storage": "memory://"} | (extra or {})
+        fields["extra_config"] = ({} if "address" in (extra or {}) else {"storage": "memory://"}) | (extra or {})
         one = module.HiCacheStorageBackend(SimpleNamespace(**fields | config), {})
         one.register_mem_pool_host(pool)
         made.append(one)
