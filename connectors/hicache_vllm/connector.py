@@ -1,0 +1,225 @@
+"""The class that vLLM loads. It translates, and it never raises into the engine: what does not work is no cache."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
+
+from hicache.errors import HicacheError
+from hicache_vllm.counters import Counters
+from hicache_vllm.guard import guarded
+from hicache_vllm.identity import tensor_layout
+from hicache_vllm.plans import Load, StepPlan
+from hicache_vllm.scheduler import SchedulerSide
+from hicache_vllm.start import Start, begin, reach
+from hicache_vllm.tensors import HostTensors, ordered
+from hicache_vllm.wire import PlanMetadata, ReportMetadata
+from hicache_vllm.worker import WorkerSide
+
+__all__ = ["HiCacheConnector"]
+
+_log = logging.getLogger("vllm.hicache")
+
+CLOSE_SECONDS = 2.0
+
+
+class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # no vLLM where types are checked
+    """vLLM's prefixes in hicache. One instance schedules, and each worker has one.
+
+    A configuration that cannot work is one line in the log, and the engine runs without a cache.
+
+    Args:
+        vllm_config, role, kv_cache_config: as vLLM passes them.
+    """
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._counters = Counters()
+        self._start: Start | None = None
+        self._cache: Any = None
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        self._plan = StepPlan()
+        worker = role is KVConnectorRole.WORKER
+        try:
+            self._start = begin(vllm_config, kv_cache_config, worker=worker)
+            if worker:
+                self._start.start_service()
+            else:
+                self._schedule(self._start)
+        except HicacheError as error:
+            self._disable(str(error))
+        except Exception as error:  # another release, or an installation that lacks something
+            self._disable(f"{type(error).__name__}: {error}")
+
+    def _schedule(self, start: Start) -> None:
+        self._cache = reach(start, worker=False)
+        self._scheduler = SchedulerSide(
+            self._cache,
+            start.identity,
+            start.settings,
+            workers=start.facts.tp * start.facts.pp,
+            reads=start.facts.reads,
+            writes=start.facts.writes,
+            counters=self._counters,
+        )
+
+    def _disable(self, why: str) -> None:
+        self._start = None
+        _log.error("hicache: runs without a cache: %s", why)
+
+    # ---- workers
+
+    @guarded(lambda *_: None)
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """Learn where blocks are, and join the engine's group at the service."""
+        start = self._start
+        if start is None:
+            return
+        try:
+            layers = ordered(kv_caches)
+            layout = tensor_layout(layers[0], start.facts, start.identity)
+            tensors = HostTensors(layers, layout, start.identity.form)
+            self._cache = reach(start, worker=True)
+        except HicacheError as error:
+            self._disable(str(error))
+            return
+        self._worker = WorkerSide(self._cache, tensors, per_page=start.identity.blocks, counters=self._counters)
+
+    @guarded(lambda *_: None)
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        """Wait until what is about to be overwritten has been read."""
+        if self._worker is not None:
+            self._worker.fence(kv_connector_metadata.plan)
+
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        """A step begins; what former steps have computed is stored meanwhile."""
+        super().bind_connector_metadata(connector_metadata)
+        self._begin_step(connector_metadata)
+
+    @guarded(lambda *_: None)
+    def _begin_step(self, metadata: Any) -> None:
+        self._plan = metadata.plan
+        if self._worker is not None:
+            self._worker.begin_stores(self._plan)
+
+    @guarded(lambda *_: None)
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Begin to bring pages."""
+        del forward_context, kwargs
+        if self._worker is not None:
+            self._worker.begin_loads(self._plan)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: what a step needs is there when it begins."""
+        del layer_name
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing: pages are stored when all of their layers are computed."""
+        del layer_name, kv_layer, attn_metadata, kwargs
+
+    def wait_for_save(self) -> None:
+        """Nothing: blocks stay as they are until they have been read, see `handle_preemptions`."""
+
+    @guarded(lambda self, *_: self._without_worker())
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Requests whose blocks are read, and requests whose pages have come."""
+        del finished_req_ids
+        if self._worker is None:
+            return self._without_worker()
+        sent, received = self._worker.take_finished(idle=not self._plan.tokens)
+        return sent or None, received or None
+
+    def _without_worker(self) -> tuple[set[str] | None, set[str] | None]:
+        received = {load.request for load in self._plan.loads if not load.layerwise}
+        return set(self._plan.kept) or None, received or None
+
+    @guarded(lambda self: {block for load in self._plan.loads for block in load.blocks})
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks that did not come, so that the engine computes them."""
+        if self._worker is None:
+            return {block for load in self._plan.loads for block in load.blocks}
+        return self._worker.take_bad_blocks()
+
+    @guarded(lambda *_: None)
+    def build_connector_worker_meta(self) -> Any:
+        """What has ended."""
+        if self._worker is None:
+            return None
+        report = self._worker.take_report()
+        return ReportMetadata(report) if report else None
+
+    # ---- the scheduler
+
+    @guarded(lambda *_: (0, False))
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Tokens that the cache brings behind those that the engine has."""
+        if self._scheduler is None:
+            return 0, False
+        return self._scheduler.matched(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """The engine has blocks for them."""
+        if self._scheduler is None:
+            return
+        try:
+            self._scheduler.allocated(request, blocks, num_external_tokens)
+        except Exception:
+            _log.exception("hicache: a load could not be planned, its tokens are computed")
+            if num_external_tokens:  # the engine waits for it, and has to hear that it failed
+                every = list(blocks.get_block_ids()[0])
+                self._scheduler.fail(Load(0, str(request.request_id), None, every, 0))
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        """What the workers do with this step."""
+        if self._scheduler is None:
+            return PlanMetadata(StepPlan())
+        return PlanMetadata(self._planned(self._scheduler, scheduler_output))
+
+    def _planned(self, scheduler: SchedulerSide, output: Any) -> StepPlan:
+        plan = StepPlan(tokens=output.total_num_scheduled_tokens)
+        try:
+            scheduler.plan(output, plan)
+        except Exception:
+            _log.exception("hicache: a step could not be planned in full")
+        return plan
+
+    @guarded(lambda *_: None)
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Workers have done something."""
+        metadata = connector_output.kv_connector_worker_meta
+        if self._scheduler is not None and isinstance(metadata, ReportMetadata):
+            self._scheduler.reported(metadata.report, failed=bool(connector_output.invalid_block_ids))
+
+    @guarded(lambda *_: (False, None))
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """A request has ended; whether its blocks stay until they are read."""
+        if self._scheduler is None:
+            return False, None
+        return self._scheduler.finished(request, block_ids[0]), None
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """See `request_finished_all_groups`."""
+        keeps, parameters = self.request_finished_all_groups(request, (block_ids,))
+        return bool(keeps), parameters
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A store that is dropped is a miss later."""
+        return False
+
+    @guarded(lambda *_: None)
+    def shutdown(self) -> None:
+        """Let go of the service; idempotent."""
+        if self._worker is not None:
+            self._worker.close()
+        if self._scheduler is not None:
+            self._scheduler.close(CLOSE_SECONDS)
+        if self._cache is not None:
+            self._cache.close(CLOSE_SECONDS)
+        if self._start is not None and self._start.service is not None:
+            self._start.service.close()

@@ -1,0 +1,139 @@
+"""Asking the service what it has of a prompt, and bringing it into host memory, while the scheduler goes on."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hicache.core.identity import Adapter
+from hicache.core.symbols import Span
+from hicache.errors import HicacheError
+from hicache.rpc.client.cache import ConnectedCache
+from hicache.rpc.client.request import ConnectedRequest
+from hicache_vllm.tasks import Tasks
+
+__all__ = ["Lookup", "Scope"]
+
+Tokens = npt.NDArray[np.uint32]
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """Whose pages a request may use.
+
+    Attributes:
+        adapter: makes its LoRA with the digest of its content, which may have to be read; None without one.
+        salt: vLLM's cache_salt.
+        extras: non-text input, see `hicache.core.symbols.page_extras`.
+    """
+
+    adapter: Callable[[], Adapter] | None = None
+    salt: str | None = None
+    extras: tuple[Span, ...] = ()
+
+    def arguments(self) -> dict[str, Any]:
+        """As `ConnectedCache.request` takes them. May read files."""
+        return {
+            "adapter": None if self.adapter is None else self.adapter(),
+            "salt": self.salt,
+            "extras": self.extras,
+        }
+
+
+class Lookup:
+    """One prompt's question. Begun by the scheduler's thread, answered in another; its lease is held until `close`.
+
+    Attributes:
+        pages: leading pages that are in host memory and pinned, once `done`; 0 where there is nothing.
+        host, storage: how many of them were in which tier when it began.
+    """
+
+    def __init__(
+        self,
+        cache: ConnectedCache,
+        tasks: Tasks,
+        tokens: Tokens,
+        scope: Scope,
+        *,
+        deadline: float,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.pages = self.host = self.storage = 0
+        self._cache = cache
+        self._tasks = tasks
+        self._deadline = deadline
+        self._now = now
+        self._lock = threading.Lock()
+        self._done = threading.Event()
+        self._closed = False
+        self._request: ConnectedRequest | None = None
+        self._begun = now()
+        if not tasks.begin(lambda: self._ask(tokens, scope)):
+            self._done.set()
+
+    def _ask(self, tokens: Tokens, scope: Scope) -> None:
+        request = None
+        try:
+            left = self._deadline - (self._now() - self._begun)
+            if left > 0 and not self._closed:
+                request = self._cache.request(tokens, deadline=left, **scope.arguments())
+                found = request.load()
+                self.pages = len(found)
+                self.host = min(request.match.host, self.pages)
+                self.storage = self.pages - self.host
+        except HicacheError:
+            self.pages = 0
+            raise
+        finally:
+            with self._lock:
+                self._request = request
+                closed = self._closed
+            self._done.set()
+            if closed and request is not None:
+                request.close()
+
+    @property
+    def seconds(self) -> float:
+        """How long ago it began."""
+        return self._now() - self._begun
+
+    @property
+    def late(self) -> bool:
+        """Whether the answer is not there although the deadline has passed."""
+        return not self._done.is_set() and self.seconds > self._deadline
+
+    def wait(self, seconds: float) -> bool:
+        """Whether it is answered, or will be within so long."""
+        return self._done.wait(seconds)
+
+    @property
+    def lost(self) -> bool:
+        """Whether its lease has ended, so that its pages are nobody's."""
+        request = self._request
+        return request is None or request.lost is not None or request.closed
+
+    def ticket(self) -> bytes | None:
+        """What the workers need to read the pages; None where the lease is lost."""
+        request = self._request
+        ticket = None if request is None else request.ticket()
+        return None if ticket is None else ticket.encode()
+
+    def close(self, *, aborted: bool = False) -> None:
+        """Give the lease back, in the background. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            request = self._request
+        if request is not None and not self._tasks.begin(lambda: _close(request, aborted)):
+            del request  # collected: released without a wait
+
+
+def _close(request: ConnectedRequest, aborted: bool) -> None:
+    request.close(aborted=aborted)

@@ -1,0 +1,132 @@
+"""What both sides do at start: read the configuration, name the pages, reach the service."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Final
+
+from hicache.errors import ConfigError
+from hicache.rpc.client.cache import ConnectedCache, connect
+from hicache_vllm.compat import Facts, cpu_write, facts_of, version_warning
+from hicache_vllm.identity import Identity, block_shape, identify
+from hicache_vllm.layouts import Layout
+from hicache_vllm.proof import proven
+from hicache_vllm.service import PrivateService, private_address
+from hicache_vllm.settings import Settings, read_settings
+
+__all__ = ["Start", "begin", "reach"]
+
+_log = logging.getLogger("vllm.hicache")
+
+START_SECONDS: Final = 20.0
+"""For which an engine waits at its start for the service that it has started itself."""
+
+
+class Start:
+    """What one process of the engine knows when it begins.
+
+    Attributes:
+        facts: of the engine.
+        settings: the user's.
+        identity: of its pages.
+        address: of the service.
+        service: the private one, in the process that has started it.
+    """
+
+    def __init__(self, facts: Facts, settings: Settings, identity: Identity) -> None:
+        self.facts = facts
+        self.settings = settings
+        self.identity = identity
+        self.private = settings.address is None
+        self.address = settings.address or private_address(facts.engine)
+        self.service: PrivateService | None = None
+
+    def start_service(self) -> None:
+        """Start the private service, in the one process whose part that is."""
+        if self.private and self.facts.tp_rank == 0 and self.facts.pp_rank == 0:
+            self.service = PrivateService(self.address, self.settings)
+
+
+def begin(config: Any, cache_config: Any, *, worker: bool) -> Start:
+    """Read and check everything.
+
+    Raises:
+        HicacheError: what cannot work; says what to change.
+    """
+    settings = read_settings(config.kv_transfer_config.kv_connector_extra_config)
+    facts = facts_of(config, cache_config, worker=worker)
+    if not facts.recompute:
+        raise ConfigError(
+            'kv_load_failure_policy is "fail", by which a page that is lost fails its request: add '
+            '"kv_load_failure_policy": "recompute" to --kv-transfer-config'
+        )
+    identity = identify(facts, settings, lambda layout: _proves(layout, facts))
+    if not worker:
+        _tell(facts, identity)
+    return Start(facts, settings, identity)
+
+
+def _proves(layout: Layout, facts: Facts) -> bool:
+    """Whether the backend's kernel writes as described. Other backends than the CPU's are asked by the workers."""
+    if facts.backend != "CPU_ATTN":
+        return True
+    import torch
+
+    dtype = getattr(torch, facts.kv_dtype)
+    shape = block_shape(facts, canonical=True)
+    size = (shape.heads, shape.tokens, 2 * shape.width)
+    return proven(
+        layout,
+        shape,
+        dtype=dtype,
+        cache=lambda blocks: torch.zeros((blocks, *size), dtype=dtype),
+        write=cpu_write(facts),
+    )
+
+
+def _tell(facts: Facts, identity: Identity) -> None:
+    warning = version_warning(facts.version)
+    for text in (*([warning] if warning else []), *identity.warnings):
+        _log.warning("hicache: %s", text)
+    document = identity.namespace.describe()
+    _log.info(
+        "hicache: namespace %s, pages of %d tokens (%d blocks) and %d bytes a rank, geometry %s, %s, numerics %s",
+        document["digest"],
+        identity.namespace.page_size,
+        identity.blocks,
+        identity.page_bytes,
+        document["geometry_digest"],
+        document["geometry"]["format"],
+        document["numerics"],
+    )
+
+
+def reach(start: Start, *, worker: bool) -> ConnectedCache:
+    """Connect this process to the service; where it is away, that goes on in the background.
+
+    Raises:
+        HicacheError: the service refuses this client, or the settings do not fit.
+    """
+    facts, settings = start.facts, start.settings
+    cache = connect(
+        start.address,
+        start.identity.namespace,
+        group=facts.engine,
+        tp_rank=facts.tp_rank,
+        tp_size=facts.tp,
+        pp_rank=facts.pp_rank,
+        pp_first_layers=facts.stages,
+        worker=worker,
+        token_file=settings.token_file,
+        ca=settings.ca,
+        cert=settings.cert,
+        key=settings.key,
+        insecure=settings.insecure,
+        name=f"vllm-{'worker' if worker else 'scheduler'}-{facts.tp_rank}.{facts.pp_rank}",
+        extras=facts.multimodal,
+        pool_size=settings.pool_size,
+        deadline=settings.deadline,
+    )
+    if start.private and not cache.wait_connected(START_SECONDS):
+        _log.warning("hicache: the private service does not answer yet: going on without a cache until it does")
+    return cache

@@ -1,0 +1,109 @@
+"""One rank's KV tensors, on the processor or a device, as something that pages are copied into and out of."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from hicache.errors import ConfigError
+from hicache_vllm.layouts import Layout, PageForm, Run
+
+__all__ = ["HostTensors", "KVTensors", "ordered"]
+
+Bytes = npt.NDArray[np.uint8]
+
+_NUMBER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
+
+
+class KVTensors(Protocol):
+    """Copies between pages and blocks. `load` and `store` are for one thread at a time, not the engine's."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block in all layers."""
+        ...
+
+    def mark(self) -> Callable[[], None]:
+        """Remember what the engine has begun to compute; called by its thread.
+
+        Returns:
+            Waits until that is done, in another thread.
+        """
+        ...
+
+    def load(self, pages: Bytes, runs: Sequence[Run]) -> None:
+        """Copy pages, `(pages, page_bytes)`, into blocks; done when it returns."""
+        ...
+
+    def store(self, pages: int, runs: Sequence[Run]) -> Bytes:
+        """Copy blocks into pages that are new, or were given by the call before."""
+        ...
+
+
+def ordered(tensors: Mapping[str, Any]) -> list[Any]:
+    """The layers' tensors in the order of the layers.
+
+    Raises:
+        ConfigError: names without a number, or two with the same.
+    """
+    numbers: dict[int, Any] = {}
+    for name, tensor in tensors.items():
+        found = _NUMBER.search(name)
+        if found is None or int(found[1]) in numbers:
+            raise ConfigError(f"layer {name!r} has no number of its own: its place in a page is not known")
+        numbers[int(found[1])] = tensor
+    return [numbers[number] for number in sorted(numbers)]
+
+
+class HostTensors:
+    """Tensors in host memory, which numpy moves.
+
+    Args:
+        layers: one tensor a layer, in order; they stay the engine's.
+        layout: of each.
+        form: of a page.
+    """
+
+    def __init__(self, layers: Sequence[Any], layout: Layout, form: PageForm) -> None:
+        if len(layers) != form.layers:
+            raise ConfigError(f"vLLM has {len(layers)} layers with a KV cache, the model {form.layers}: not understood")
+        self._form = form
+        self._element = np.dtype(f"u{form.shape.itemsize}")
+        self._layers = [layout.planes(_elements(tensor, form.shape.itemsize), form.shape) for tensor in layers]
+
+    @property
+    def block_bytes(self) -> int:
+        """See `KVTensors`."""
+        return self._form.page_bytes // self._form.per_page
+
+    def mark(self) -> Callable[[], None]:
+        """See `KVTensors`: on the processor everything is computed when the engine's thread goes on."""
+        return _nothing
+
+    def load(self, pages: Bytes, runs: Sequence[Run]) -> None:
+        """See `KVTensors`."""
+        self._form.copy(pages.view(self._element), self._layers, runs, load=True)
+
+    def store(self, pages: int, runs: Sequence[Run]) -> Bytes:
+        """See `KVTensors`."""
+        buffer = np.empty((pages, self._form.page_bytes), np.uint8)
+        self._form.copy(buffer.view(self._element), self._layers, runs, load=False)
+        return buffer
+
+
+def _nothing() -> None:
+    return
+
+
+def _elements(tensor: Any, itemsize: int) -> Any:
+    """A tensor in host memory as unsigned integers of numpy, not a copy."""
+    import torch
+
+    if tensor.device.type != "cpu":
+        raise ConfigError(f"a KV tensor on {tensor.device} is not in host memory")
+    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[itemsize]
+    return tensor.detach().view(kind).numpy().view(f"u{itemsize}")
