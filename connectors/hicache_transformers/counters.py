@@ -22,6 +22,7 @@ class Statistics:
         prompt_tokens: their tokens, without padding.
         reused_tokens: of these, tokens whose keys and values came from the cache.
         stored_pages: pages handed to the cache.
+        dropped_pages: pages that were computed and found no room in it.
         bypassed: calls that went past the cache, by reason.
         failures: what went wrong in the cache, by reason; the calls went on without it.
     """
@@ -31,6 +32,7 @@ class Statistics:
     prompt_tokens: int = 0
     reused_tokens: int = 0
     stored_pages: int = 0
+    dropped_pages: int = 0
     bypassed: dict[str, int] = field(default_factory=dict)
     failures: dict[str, int] = field(default_factory=dict)
 

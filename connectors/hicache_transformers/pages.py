@@ -42,11 +42,11 @@ class PageRequest(Protocol):
         """These pages, to be read only; valid until `close`."""
         ...
 
-    def store(self, more: Tokens, fill: Fill) -> int:
+    def store(self, more: Tokens, fill: Fill) -> tuple[int, int]:
         """Publish the pages that were computed: of the prompt, and of `more` behind it.
 
         Returns:
-            How many were handed over; fewer than there are where the cache has no room for all.
+            How many were handed over, and for how many, at the end, there was no room.
 
         Raises:
             HicacheError: it could not be done.
@@ -146,6 +146,14 @@ def _loaded(load: Callable[[], PageRequest], request: Any) -> PageRequest:
         raise
 
 
+def _allocated(request: hicache.Request | hicache.ConnectedRequest, wanted: int) -> npt.NDArray[np.int64]:
+    """Slots for so many pages, or for as many as there is room: the beginning is what others can use."""
+    try:
+        return request.allocate(wanted)
+    except hicache.OutOfSlots as full:
+        return request.allocate(min(wanted, full.free + full.evictable))
+
+
 class _EmbeddedRequest:
     def __init__(self, request: hicache.Request, memory: Bytes, shape: PageShape) -> None:
         self._request = request
@@ -160,22 +168,17 @@ class _EmbeddedRequest:
     def pages(self) -> Sequence[Bytes]:
         return self._views(self._slots)
 
-    def store(self, more: Tokens, fill: Fill) -> int:
+    def store(self, more: Tokens, fill: Fill) -> tuple[int, int]:
         request = self._request
         request.extend(more)
-        count = request.tokens // self._shape.tokens - self.usable
-        if count <= 0 or request.bypassed:
-            return 0
-        try:
-            slots = request.allocate(count)
-        except hicache.OutOfSlots as full:
-            count = min(count, full.free + full.evictable)
-            if count <= 0:
-                raise
-            slots = request.allocate(count)  # the beginning is what others can use
-        fill(self.usable, self._views(slots))
-        request.commit(upto=(self.usable + count) * self._shape.tokens, ready=hicache.READY)
-        return count
+        wanted = request.tokens // self._shape.tokens - self.usable
+        if wanted <= 0 or request.bypassed:
+            return 0, 0
+        slots = _allocated(request, wanted)
+        if len(slots):
+            fill(self.usable, self._views(slots))
+            request.commit(upto=(self.usable + len(slots)) * self._shape.tokens, ready=hicache.READY)
+        return len(slots), wanted - len(slots)
 
     def close(self, *, aborted: bool = False) -> None:
         self._request.close(aborted=aborted)
@@ -199,29 +202,20 @@ class _ConnectedRequest:
     def pages(self) -> Sequence[Bytes]:
         return [self._shape.of_canonical(page) for page in self._read[: self._usable]]
 
-    def store(self, more: Tokens, fill: Fill) -> int:
+    def store(self, more: Tokens, fill: Fill) -> tuple[int, int]:
         request = self._request
         self._read = self._read[:0]
         request.extend(more)
-        count = request.tokens // self._shape.tokens - self._usable
-        # Where pages were lost between load and copy, what would be allocated begins elsewhere.
-        if count <= 0 or request.bypassed or request.lost is not None:
-            return 0
-        try:
-            count = len(request.allocate(count))
-        except hicache.OutOfSlots as full:
-            count = min(count, full.free + full.evictable)
-            if count <= 0:
-                raise
-            count = len(request.allocate(count))
-        if not count:
-            return 0
+        wanted = request.tokens // self._shape.tokens - self._usable
+        if wanted <= 0 or request.bypassed or request.lost is not None:
+            return 0, 0
+        count = len(_allocated(request, wanted))
         fresh = np.empty((count, self._shape.page_bytes), np.uint8)
         fill(self._usable, [self._shape.of_canonical(page) for page in fresh])
-        count = request.write_from(fresh)
-        if count:
-            request.commit(upto=(self._usable + count) * self._shape.tokens)
-        return count
+        written = request.write_from(fresh) if count else 0
+        if written:
+            request.commit(upto=(self._usable + written) * self._shape.tokens)
+        return written, wanted - written
 
     def close(self, *, aborted: bool = False) -> None:
         self._request.close(aborted=aborted)

@@ -228,6 +228,6 @@ def _store(batch: Batch, at: int, layers: Sequence[tuple[Any, Any]], following: 
         span.put_layers(layers, row=0, source=at * batch.repeats, first=begin, start=0)
         span.fill_pages(0, pages, start=0)
 
-    stored = batch.requests[at].store(following, fill)
-    engine.counters.add(stored_pages=stored)
+    stored, dropped = batch.requests[at].store(following, fill)
+    engine.counters.add(stored_pages=stored, dropped_pages=dropped)
     batch.requests[at].close()  # its slots can serve the next row
