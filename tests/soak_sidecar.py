@@ -52,7 +52,7 @@ def soak(service: ServiceProcess, options: argparse.Namespace) -> list[str]:
 
     workers = [worker(seed * 1000) for seed in range(options.processes)]
     chance, began, killed = random.Random(1), time.monotonic(), 0
-    admin = AdminClient(Address.parse(service.address), Secrets())
+    admin = AdminClient(Address.parse(service.address), Secrets(), timeout=START_SECONDS)
     try:
         memory = descriptors = 0
         before = answered(admin.statistics())  # those of the first processes, while the last were started
