@@ -46,6 +46,7 @@ _COMMANDS = {
         "doctor",
         "replay",
         "analyze",
+        "plan",
         "bench",
         "fsck",
         "completion",

@@ -1,0 +1,1 @@
+"""How much memory a model's state takes, by arithmetic alone."""
