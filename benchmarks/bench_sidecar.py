@@ -2,7 +2,8 @@
 
 A match beside an empty message of the same stream; pages in batches of 32 MiB over shared memory beside a plain copy in
 the same process, batch by batch in turns, of as many bytes that lie as far apart; pages over TCP beside a gRPC stream
-of as many bytes in pieces of the same size, from a server that does nothing else.
+of as many bytes in pieces of the same size, from a server that does nothing else. Last, a Redis that is stopped now and
+then, and what is in HOST meanwhile.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +30,7 @@ from hicache.rpc.client.admin import AdminClient
 from hicache.rpc.client.cache import ConnectedCache
 from hicache.rpc.transport import CHANNEL_OPTIONS, SERVER_OPTIONS
 from hicache.rpc.v1 import session_pb2 as pb
+from hicache.testing.servers import Server, binaries
 from hicache.testing.sidecars import ServiceProcess
 
 NAMESPACE = hicache.Namespace(
@@ -43,6 +46,8 @@ ROUNDS = 5
 CALLS = 2000
 STREAM_BYTES = 64 * 2**20
 STREAM = "/benchmark/Stream"
+STOPPED_ROUNDS = 5
+STOPPED_CALLS = 300
 
 
 def timed(work: Callable[[], object]) -> float:
@@ -223,6 +228,61 @@ def remote_get(address: str) -> Row:
     return row("remote_get", value, "GB/s", bar=0.5 * reference, reference=reference, at_least=True)
 
 
+# ---- storage that has stopped
+
+
+def stopped_storage() -> list[Row]:
+    """p99 of match and lease of pages in HOST while Redis is stopped, beside the same calls while it runs, in turns.
+
+    Another client asks for pages that only the storage could have, all the time.
+    """
+    known = prompt(20, 64)
+    calm: dict[str, list[float]] = {"match": [], "lease": []}
+    stopped: dict[str, list[float]] = {"match": [], "lease": []}
+    with (
+        tempfile.TemporaryDirectory(prefix="hc") as folder,
+        Server(next(iter(binaries().values())), Path(folder) / "redis") as server,
+        ServiceProcess(
+            Path(folder), "--storage", f"redis://127.0.0.1:{server.port}/0", "--drain", "1", "--log-level", "error"
+        ) as service,
+        hicache.connect(service.address, NAMESPACE, required=True) as cache,
+        hicache.connect(service.address, NAMESPACE, required=True) as other,
+    ):
+        with cache.request(known, logits=False) as request:
+            request.write_from([bytes(PAGE_BYTES)] * len(request.allocate()))
+            request.commit()
+
+        def lease() -> None:
+            with cache.request(known, logits=False) as request:
+                assert len(request.load()) == 64
+
+        def ask(stop: threading.Event) -> None:
+            seed = 1000
+            while not stop.is_set():
+                with other.request(prompt(seed := seed + 1, 8), logits=False, deadline=0.1) as request:
+                    request.load()
+
+        for _ in range(STOPPED_ROUNDS):
+            for seconds in (calm, stopped):
+                if seconds is stopped:
+                    server.pause()
+                stop = threading.Event()
+                asking = threading.Thread(target=ask, args=(stop,))
+                asking.start()
+                for _ in range(STOPPED_CALLS):
+                    seconds["match"].append(timed(lambda: cache.match(known, logits=False)))
+                    seconds["lease"].append(timed(lease))
+                stop.set()
+                asking.join()
+                server.resume()
+    found = []
+    for verb, taken in stopped.items():
+        reference = float(np.percentile(calm[verb], 99)) * 1e6
+        value = float(np.percentile(taken, 99)) * 1e6
+        found.append(row(f"{verb}_p99_storage_stopped", value, "us", bar=1.5 * reference, reference=reference))
+    return found
+
+
 def rows() -> list[Row]:
     with (
         tempfile.TemporaryDirectory(prefix="hc") as folder,
@@ -236,4 +296,5 @@ def rows() -> list[Row]:
         found += [moving(service.address, what) for what in ("store", "load")]
         with AdminClient(Address.parse(service.address)) as admin:
             admin.clear()
-        return [*found, remote_get(remote)]
+        found.append(remote_get(remote))
+    return [*found, *(stopped_storage() if binaries() else [])]
