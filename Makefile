@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 TRACE := benchmarks/traces/conversation_1000.jsonl
 DEMO := build/demo
 OLDEST := build/redis-oldest
-ENGINES := .engines
+ENGINES ?= .engines
 SOURCES := hicache storage_backends connectors proto tests benchmarks
 PYTEST := HYPOTHESIS_PROFILE=$${HYPOTHESIS_PROFILE:-ci} $(BIN)/python -m pytest -q
 COVERED := --cov --cov-report= --cov-fail-under=0
@@ -21,7 +21,7 @@ help:
 	@echo "make lint     the checks that run no code"
 	@echo "make bench    measure against references; writes benchmarks/out/bench.json"
 	@echo "make redis-oldest  the tests of Redis with the oldest redis-py"
-	@echo "make engines  the connectors in real engines, whose environments stand in $(ENGINES)/"
+	@echo "make engines  the connectors in real engines, built once in $(ENGINES)/ (3.8 GB); ENGINE=sglang runs one"
 	@echo "make cases    the field's failure cases and the tests that cover them"
 	@echo "make mutants  put known bugs into a copy and see the tests catch each"
 	@echo "make soak     long random runs with faults, for SOAK_SECONDS (600), and a service under 2 million verbs"
@@ -89,14 +89,11 @@ redis-oldest: $(STAMP)
 		tests/integration/test_redis_servers.py tests/chaos/test_redis_trouble.py tests/chaos/test_redis_failover.py \
 		tests/chaos/test_redis_deadlines.py tests/chaos/test_redis_chaos.py
 
-# In the engine's environment, with the wheel that a user would install there. It has none of the tests' own tools, so
-# what every other test gets (tests/conftest.py) is left out, and the engine's warnings are its own.
+# Builds the engines' environments once (3.8 GB, from a package index), then runs all that is tried and measured in them,
+# with the wheel that users install there. ENGINE=sglang runs one.
 engines:
-	@test -x $(ENGINES)/sglang/bin/python || { \
-		echo "no SGLang in $(ENGINES)/sglang: make an environment there, see connectors/hicache_sglang/README.md"; exit 1; }
-	$(ENGINES)/sglang/bin/python -m pip install --quiet --no-deps --force-reinstall .
-	$(ENGINES)/sglang/bin/python -m pytest -q --confcutdir=tests/engines -p no:cacheprovider \
-		-o filterwarnings= -o pythonpath=tests/engines/sglang tests/engines/sglang
+	$(PYTHON) tests/engines/prepare.py --into $(ENGINES)
+	$(PYTHON) tests/engines/run.py --from $(ENGINES) $(ENGINE)
 
 cases: $(STAMP)
 	@$(BIN)/python tests/cases.py
