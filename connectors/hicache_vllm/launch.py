@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import runpy
 import signal
 import sys
 from typing import Final
@@ -18,14 +19,6 @@ def end_with(parent: int) -> bool:
     return os.getppid() == parent
 
 
-def main() -> int:
-    """Run it; the exit code is that of `hicache`."""
-    from hicache.cli import main as command
-
-    if not end_with(int(sys.argv[1])):
-        return 0
-    return command(sys.argv[2:])
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+if __name__ == "__main__" and end_with(int(sys.argv[1])):
+    sys.argv[:2] = ["hicache"]
+    runpy.run_module("hicache", run_name="__main__")
