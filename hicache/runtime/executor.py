@@ -17,7 +17,7 @@ from hicache.runtime.planner import Planner
 from hicache.runtime.queues import Bound
 from hicache.runtime.quota import StorageQuota
 from hicache.runtime.reducer import Reducer
-from hicache.runtime.storage_io import StorageIO
+from hicache.runtime.storage_io import StorageWork
 
 _log = logging.getLogger("hicache.runtime")
 
@@ -43,7 +43,7 @@ class Executor:
         reducer: Reducer,
         *,
         copies: CopyEngine | None,
-        storage: StorageIO | None,
+        storage: StorageWork | None,
         page_bytes: int,
         copy_bound: Bound,
     ) -> None:

@@ -15,7 +15,7 @@ from hicache.records import MissReason
 from hicache.runtime.options import Options
 from hicache.runtime.planner import LoadDecision, Planner
 from hicache.runtime.reducer import Reducer
-from hicache.runtime.storage_io import Probe, StorageIO
+from hicache.runtime.storage_io import Probe, StorageWork
 
 
 class Prefetch:
@@ -111,7 +111,7 @@ class Loader:
         self,
         reducer: Reducer,
         *,
-        storage: StorageIO | None,
+        storage: StorageWork | None,
         options: Options,
         clock: Clock,
         page_size: int,
@@ -332,7 +332,7 @@ class Loader:
         storage = self._storage
         return storage is not None and storage.attached and storage.attachment == prefetch.attachment
 
-    def _probe(self, storage: StorageIO, prefetch: Prefetch, first: int) -> None:
+    def _probe(self, storage: StorageWork, prefetch: Prefetch, first: int) -> None:
         lease = prefetch.lease
         asked = self._now()
         probe = Probe(

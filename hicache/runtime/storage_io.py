@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import Final, Protocol
 
 from hicache.core.transfers import Transfer, TransferKind
 from hicache.records import PageResult
@@ -57,6 +57,40 @@ class Probe:
     found: Callable[[int, bool], None]
     failed: Callable[[int], None]
     wanted: Callable[[], bool]
+
+
+class StorageWork(Protocol):
+    """What the executor and the loader ask of storage. Its methods never block."""
+
+    @property
+    def attached(self) -> bool:
+        """Whether there is a storage that may be used."""
+        ...
+
+    @property
+    def attachment(self) -> int:
+        """How many storages have been attached so far."""
+        ...
+
+    def fetch(self, transfer: Transfer, done: Done) -> bool:
+        """Read a transfer's pages into HOST; False if that was turned away, then `done` is not called."""
+        ...
+
+    def put(self, transfer: Transfer, done: Done) -> bool:
+        """Write a transfer's pages; likewise."""
+        ...
+
+    def touch(self, transfer: Transfer, done: Done) -> bool:
+        """Mark a transfer's pages as used; likewise."""
+        ...
+
+    def probe(self, probe: Probe) -> bool:
+        """Ask what is there; False if that was turned away."""
+        ...
+
+    def refusal(self, kind: TransferKind) -> str:
+        """Why a transfer of this kind is turned away now."""
+        ...
 
 
 class StorageIO:
