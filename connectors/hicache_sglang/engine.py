@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import logging
 import re
 import threading
@@ -15,18 +14,14 @@ from typing import Any, Final, TypeVar
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
 from hicache.errors import ConfigError, DeadlineExceeded, HicacheError, StorageError
-from hicache.storage.breaker import BreakerPolicy
-from hicache.storage.registry import open_storage
-from hicache.storage.retry import RetryPolicy
 from hicache_sglang.calls import Complaints, TimedCalls
 from hicache_sglang.counters import Counters, Statistics
-from hicache_sglang.facts import engine_facts, names_adapters
 from hicache_sglang.fitting import fit
-from hicache_sglang.identity import Identity, identify
-from hicache_sglang.pool import Bytes, HostPages, describe_pool
-from hicache_sglang.service import ServicePages, connect
+from hicache_sglang.hybrid import asked_of, fold
+from hicache_sglang.opening import ANCHOR, Opened, Tools, open_store
+from hicache_sglang.pool import Bytes, HostPages
 from hicache_sglang.settings import Settings, read_settings
-from hicache_sglang.store import PageChain, PageName, PageStore, StoragePages
+from hicache_sglang.store import PageChain, PageName
 
 __all__ = ["HiCacheStorageBackend"]
 
@@ -42,7 +37,6 @@ _RANGE: Final = " to ".join(".".join(map(str, bound)) for bound in (OLDEST, NEWE
 _HASH = re.compile(r"[0-9a-f]{64}")
 _METRICS: Final = ("sglang.srt.observability.metrics_collector", "sglang.srt.metrics.collector")
 _SERIES: Final = ("prefetch_pgs", "backup_pgs", "prefetch_bandwidth", "backup_bandwidth")
-_ANCHOR: Final = "kv"
 
 AGAIN_SECONDS: Final = 10.0
 """Between two tries to open a storage that was away when the engine started."""
@@ -66,8 +60,7 @@ class HiCacheStorageBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is 
         self._complaints = Complaints()
         self._settings: Settings | None = None
         self._calls = TimedCalls(5.0)
-        self._pages: HostPages | None = None
-        self._store: PageStore | None = None
+        self._opened: Opened | None = None
         self._opening = threading.Lock()
         self._open_again_at: float | None = None
         self._disabled = "no host pool is registered yet"
@@ -88,22 +81,28 @@ class HiCacheStorageBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """Learn where pages are, name them, and open the storage."""
         super().register_mem_pool_host(mem_pool_host)
-        if self._settings is None:
-            return
-        with self._opening:
-            self._try_to_open(self._settings)
+        if self._settings is not None:
+            with self._opening:
+                self._try(self._open)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """Models with further pools (sliding window, recurrent, indexer) are not stored: half a state is no hit."""
-        super().register_mem_host_pool_v2(host_pool, host_pool_name)
-        if str(host_pool_name) != _ANCHOR:
-            self._disable(f"the model has a pool {host_pool_name} beside its KV cache, which is not stored yet")
+        """A pool beside the KV cache (sliding window, draft): stored too where it has plain pages.
 
-    def _try_to_open(self, settings: Settings) -> None:
+        One that is not understood (recurrent, indexer) ends storage altogether: half a state is no hit.
+        """
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        if str(host_pool_name) != ANCHOR and self._opened is not None:
+            with self._opening:
+                self._try(lambda settings: self._add(str(host_pool_name), host_pool, settings))
+
+    def _try(self, work: Callable[[Settings], None]) -> None:
+        settings = self._settings
+        assert settings is not None  # nothing is opened without
         try:
-            self._open(self.mem_pool_host, settings)
+            work(settings)
             self._open_again_at = None
         except (StorageError, DeadlineExceeded) as error:
+            self._close_store()
             self._open_again_at = time.monotonic() + AGAIN_SECONDS
             self._disabled = f"the storage cannot be opened: {error}"
             self._complaints.say("the storage cannot be opened, and is tried again", error)
@@ -112,63 +111,35 @@ class HiCacheStorageBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is 
         except Exception as error:  # a host pool of another release, a plug-in of somebody else
             self._disable(f"{type(error).__name__}: {error}")
 
-    def _opened_late(self) -> PageStore | None:
-        """The store, if it is time to try again and the storage is there now. One thread tries, others go on."""
-        again, settings = self._open_again_at, self._settings
-        if again is None or settings is None or time.monotonic() < again or not self._opening.acquire(blocking=False):
+    def _opened_late(self) -> Opened | None:
+        """What is open, if it is time to try again and the storage is there now. One thread tries, others go on."""
+        again = self._open_again_at
+        if again is None or time.monotonic() < again or not self._opening.acquire(blocking=False):
             return None
         try:
             if self._open_again_at is not None:
-                self._try_to_open(settings)
+                self._try(self._open)
         finally:
             self._opening.release()
-        return self._store
+        return self._opened
 
-    def _open(self, pool: Any, settings: Settings) -> None:
-        facts = engine_facts()
-        if (facts.get("enable_lora") or facts.get("lora_paths")) and not names_adapters():
-            raise ConfigError(
-                "this SGLang leaves LoRA adapters out of its page hashes: upgrade it, or serve without LoRA"
-            )
-        shape = describe_pool(pool)
-        identity = identify(self._config, shape, settings, facts)
-        pages = HostPages(pool, shape, head_group=identity.head_group)
+    def _open(self, settings: Settings) -> None:
         self._close_store()
-        store = self._in_a_service(identity, settings) if settings.address else self._in_storage(identity, settings)
-        self._pages, self._store, self._disabled = pages, store, ""
-        document = identity.namespace.describe()
-        for warning in identity.warnings:
-            _log.warning("hicache: %s", warning)
-        _log.info(
-            "hicache: namespace %s, %s %s pages of %d tokens and %d bytes, geometry %s, numerics %s",
-            document["digest"],
-            shape.kind,
-            shape.layout,
-            shape.page_size,
-            shape.page_bytes,
-            document["geometry_digest"],
-            document["numerics"],
-        )
+        beside = getattr(self, "registered_pools", {})
+        self._opened = open_store(self.mem_pool_host, beside, self._config, settings, self._tools())
+        self._disabled = ""
 
-    def _in_a_service(self, identity: Identity, settings: Settings) -> PageStore:
-        return ServicePages(connect(settings, identity), counters=self._counters, complaints=self._complaints)
+    def _add(self, name: str, host_pool: Any, settings: Settings) -> None:
+        opened = self._opened
+        if opened is None:
+            return
+        try:
+            opened.add(name, host_pool, self._config, settings, self._tools())
+        except ConfigError as error:
+            raise ConfigError(f"the model's pool {name} beside its KV cache: {error}") from None
 
-    def _in_storage(self, identity: Identity, settings: Settings) -> PageStore:
-        policy = BreakerPolicy(timeout=settings.timeout)
-        url = str(settings.storage)
-        backend = self._calls.run(lambda: open_storage(url, retry=RetryPolicy(), breaker=policy))
-        try:
-            store = StoragePages(
-                backend, identity, calls=self._calls, counters=self._counters, complaints=self._complaints
-            )
-        except Exception:
-            self._calls.run(backend.close)
-            raise
-        try:
-            store.write_manifest(json.dumps(identity.namespace.describe()).encode())
-        except Exception as error:  # helps people only
-            self._complaints.say("the namespace's description could not be stored", error)
-        return store
+    def _tools(self) -> Tools:
+        return Tools(self._calls, self._counters, self._complaints)
 
     def _disable(self, why: str) -> None:
         self._open_again_at = None
@@ -180,15 +151,19 @@ class HiCacheStorageBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is 
 
     def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
         """Read pages into the host pool. Each result tells whether its page is there."""
-        return self._guarded(
-            "read", [False] * len(keys), lambda store: store.read(*self._placed(keys, host_indices, extra_info))
-        )
+
+        def read(opened: Opened) -> list[bool]:
+            return opened.store.read(*_placed(opened.pages, keys, host_indices, extra_info))
+
+        return self._guarded("read", [False] * len(keys), read)
 
     def batch_set_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
         """Store pages of the host pool. Each result tells whether its page is stored."""
-        return self._guarded(
-            "write", [False] * len(keys), lambda store: store.write(*self._placed(keys, host_indices, extra_info))
-        )
+
+        def write(opened: Opened) -> list[bool]:
+            return opened.store.write(*_placed(opened.pages, keys, host_indices, extra_info))
+
+        return self._guarded("write", [False] * len(keys), write)
 
     # ---- generic interface: flat tensors
 
@@ -200,9 +175,9 @@ class HiCacheStorageBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is 
         """Each page as a flat tensor, or None."""
         del target_sizes
 
-        def read(store: PageStore) -> list[Any]:
+        def read(opened: Opened) -> list[Any]:
             targets = target_locations or [self.mem_pool_host.get_dummy_flat_data_page() for _ in keys]
-            done = store.read(_chain(keys, None), self._flat(keys, targets))
+            done = opened.store.read(_chain(keys, None), _flat(opened.pages, keys, targets))
             return [target if there else None for target, there in zip(targets, done, strict=True)]
 
         return self._guarded("read", [None] * len(keys), read)
@@ -217,9 +192,11 @@ class HiCacheStorageBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is 
     ) -> bool:
         """Store flat pages; whether all are stored."""
         del target_locations, target_sizes
-        return self._guarded(
-            "write", False, lambda store: all(store.write(_chain(keys, None), self._flat(keys, values or [])))
-        )
+
+        def write(opened: Opened) -> bool:
+            return all(opened.store.write(_chain(keys, None), _flat(opened.pages, keys, values or [])))
+
+        return self._guarded("write", False, write)
 
     # ---- look-ups
 
@@ -229,33 +206,59 @@ class HiCacheStorageBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is 
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         """How many pages, from the first on and without a hole, are there."""
-        return self._guarded("lookup", 0, lambda store: store.found(_chain(keys, extra_info)))
+        return self._guarded("lookup", 0, lambda opened: opened.store.found(_chain(keys, extra_info)))
 
-    # ---- models with several pools: the engine asks, and hears that nothing is there
+    # ---- models with several pools
 
     def batch_exists_v2(self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None) -> Any:
-        """Pages of the KV cache where no other pool is asked for; none otherwise."""
+        """How much of a prompt all pools can restore, and each alone."""
         from sglang.srt.mem_cache.hicache_storage import PoolTransferResult
 
-        found = 0 if pool_transfers else self.batch_exists(keys, extra_info)
-        return PoolTransferResult(kv_hit_pages=found, extra_pool_hit_pages={})
+        def look(opened: Opened) -> tuple[list[int], dict[Any, int]]:
+            chain = _chain(keys, extra_info)
+            found = opened.store.found(chain)
+            known = PageChain(chain.names[:found], chain.before)
+            asked = [asked_of(transfer) for transfer in pool_transfers or ()]
+            longest, common = fold(found, [(one, opened.there(one.name, known)) for one in asked])
+            hits: dict[Any, int] = {ANCHOR: found}
+            for transfer, count in zip(pool_transfers or (), longest, strict=True):
+                hits[transfer.name] = count
+            return common, {name: count for name, count in hits.items() if count}
+
+        nothing: tuple[list[int], dict[Any, int]] = ([], {})
+        common, hits = self._guarded("lookup", nothing, look)
+        result = {"kv_hit_pages": common[-1] if common else 0, "extra_pool_hit_pages": hits}
+        if "restorable_prefix_pages" in PoolTransferResult.__dataclass_fields__:
+            result["restorable_prefix_pages"] = common
+        return PoolTransferResult(**result)
 
     def batch_get_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
-        """No page of any pool."""
-        del extra_info
-        return {transfer.name: [False] * len(transfer.keys or []) for transfer in transfers}
+        """Read pages of each pool into its host memory."""
+        return {one.name: self._transfer("read", one, extra_info) for one in transfers}
 
     def batch_set_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
-        """No page of any pool is stored."""
-        return self.batch_get_v2(transfers, extra_info)
+        """Store pages of each pool."""
+        return {one.name: self._transfer("write", one, extra_info) for one in transfers}
+
+    def _transfer(self, kind: str, transfer: Any, extra_info: Any) -> list[bool]:
+        keys = transfer.keys or []
+
+        def work(opened: Opened) -> list[bool]:
+            pages, store = opened.of(str(transfer.name))
+            if transfer.host_indices is None:
+                raise ConfigError(f"pages of pool {transfer.name} came without host indices")
+            chain, views = _placed(pages, keys, transfer.host_indices, extra_info)
+            return store.read(chain, views) if kind == "read" else store.write(chain, views)
+
+        return self._guarded(kind, [False] * len(keys), work)
 
     # ---- the rest
 
     def clear(self) -> bool:
         """Forget all pages of this namespace, for all who share it. Whether that was done."""
 
-        def clear(store: PageStore) -> bool:
-            store.clear()
+        def clear(opened: Opened) -> bool:
+            opened.clear()
             return True
 
         return self._guarded("clear", False, clear)
@@ -288,50 +291,46 @@ class HiCacheStorageBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is 
     # ---- tools
 
     def _close_store(self) -> None:
-        store, self._store, self._pages = self._store, None, None
-        if store is None:
+        opened, self._opened = self._opened, None
+        if opened is None:
             return
         try:
-            store.close()
+            opened.close()
         except Exception as error:
             self._complaints.say("the storage did not close", error)
 
-    def _guarded(self, kind: str, miss: T, work: Callable[[PageStore], T]) -> T:
-        store = self._store or self._opened_late()
-        if store is None:
+    def _guarded(self, kind: str, miss: T, work: Callable[[Opened], T]) -> T:
+        opened = self._opened or self._opened_late()
+        if opened is None:
             return miss
         try:
-            return work(store)
+            return work(opened)
         except Exception as error:  # an exception here would end one of the engine's threads
             if kind != "clear":
                 self._counters.failed(kind, type(error).__name__)
             self._complaints.say(f"{kind} failed", f"{type(error).__name__}: {error}")
             return miss
 
-    def _placed(self, keys: Sequence[str], host_indices: Any, extra_info: Any) -> tuple[PageChain, list[Bytes | None]]:
-        """Names, and the views of the pages whose token slots begin at each page's first index."""
-        pages = self._host_pages()
-        size = pages.shape.page_size
-        slots = host_indices.tolist()
-        if len(slots) != len(keys) * size:
-            raise ConfigError(f"{len(keys)} pages of {size} tokens came with {len(slots)} host indices")
-        return _chain(keys, extra_info), [_place(pages, slots[at : at + size]) for at in range(0, len(slots), size)]
-
-    def _flat(self, keys: Sequence[str], tensors: Sequence[Any]) -> list[Bytes | None]:
-        if len(tensors) != len(keys):
-            raise ConfigError(f"{len(keys)} pages came with {len(tensors)} tensors")
-        pages = self._host_pages()
-        return [pages.flat(tensor) for tensor in tensors]
-
-    def _host_pages(self) -> HostPages:
-        pages = self._pages
-        if pages is None:
-            raise ConfigError("the storage was detached meanwhile")
-        return pages
-
 
 MISFITS: Final = fit(HiCacheStorageBackend, HiCacheStorage)
 """What the installed SGLang asks for otherwise than this module has it."""
+
+
+def _placed(
+    pages: HostPages, keys: Sequence[str], host_indices: Any, extra_info: Any
+) -> tuple[PageChain, list[Bytes | None]]:
+    """Names, and the views of the pages whose token slots begin at each page's first index."""
+    size = pages.shape.page_size
+    slots = host_indices.tolist()
+    if len(slots) != len(keys) * size:
+        raise ConfigError(f"{len(keys)} pages of {size} tokens came with {len(slots)} host indices")
+    return _chain(keys, extra_info), [_place(pages, slots[at : at + size]) for at in range(0, len(slots), size)]
+
+
+def _flat(pages: HostPages, keys: Sequence[str], tensors: Sequence[Any]) -> list[Bytes | None]:
+    if len(tensors) != len(keys):
+        raise ConfigError(f"{len(keys)} pages came with {len(tensors)} tensors")
+    return [pages.flat(tensor) for tensor in tensors]
 
 
 def _place(pages: HostPages, slots: list[int]) -> Bytes | None:

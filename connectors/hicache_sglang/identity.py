@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from msgspec.structs import replace
+
 from hicache.core.identity import Namespace
 from hicache.core.layout import KVGeometry
 from hicache.core.partition import ShardPlan, plan_shards
@@ -43,7 +45,9 @@ class Identity:
     warnings: tuple[str, ...]
 
 
-def identify(config: Any, shape: PoolShape, settings: Settings, facts: Mapping[str, Any]) -> Identity:
+def identify(
+    config: Any, shape: PoolShape, settings: Settings, facts: Mapping[str, Any], *, pool: str | None = None
+) -> Identity:
     """Name the pages of one rank.
 
     Args:
@@ -51,13 +55,16 @@ def identify(config: Any, shape: PoolShape, settings: Settings, facts: Mapping[s
         shape: the host pool.
         settings: the user's.
         facts: what is known of the engine's own arguments, by their names; may be empty.
+        pool: SGLang's name of a pool beside the KV cache; None for the KV cache itself.
 
     Raises:
         ConfigError, GeometryError, NamespaceError: pages cannot be named safely; says what to change.
     """
     if int(getattr(config, "attn_cp_size", 1) or 1) > 1 or int(getattr(config, "dcp_size", 1) or 1) > 1:
         raise ConfigError("context parallelism splits pages over ranks: switch it off, or use no storage")
-    if bool(config.is_mla_model) != (shape.kind == "mla"):
+    if pool is not None:  # what users say of heads and layers is about the KV cache
+        settings = replace(settings, kv_heads=None, head_group=None, layers=None, layer_partition=None)
+    elif bool(config.is_mla_model) != (shape.kind == "mla"):
         raise ConfigError(
             f"SGLang says is_mla_model={config.is_mla_model}, its host pool is {shape.kind}: not understood"
         )
@@ -77,6 +84,8 @@ def identify(config: Any, shape: PoolShape, settings: Settings, facts: Mapping[s
     numerics = settings.numerics or _numerics(shape, dtype, facts)
     if rank != (tp_rank, tp_size):
         numerics += f"/rank={tp_rank}of{tp_size}"
+    if pool is not None:
+        numerics += _of_pool(pool, config, facts)
     namespace = Namespace(
         model,
         revision=revision,
@@ -88,6 +97,16 @@ def identify(config: Any, shape: PoolShape, settings: Settings, facts: Mapping[s
         numerics=numerics,
     )
     return Identity(namespace, plan, head_group, (*warnings, *plan.warnings))
+
+
+def _of_pool(pool: str, config: Any, facts: Mapping[str, Any]) -> str:
+    """What tells a further pool's pages apart: its layers are counted by itself, not by the model."""
+    parts = [f"/pool={pool}"]
+    if int(config.pp_size) > 1:
+        parts.append(f"stage={config.pp_rank}of{config.pp_size}")
+    if pool.startswith("draft"):
+        parts.append(f"draft={facts.get('speculative_draft_model_path') or 'any'}")
+    return "/".join(parts)
 
 
 def _dtype(shape: PoolShape, settings: Settings, facts: Mapping[str, Any]) -> str:

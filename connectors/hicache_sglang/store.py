@@ -95,7 +95,7 @@ class PageStore(Protocol):
 
 
 class StoragePages:
-    """A `PageStore` over a storage backend. Thread-safe; owns and closes the backend.
+    """A `PageStore` over a storage backend. Thread-safe; owns and closes the backend, unless it is shared.
 
     Args:
         backend: keeps the contract to the letter (`open_storage`).
@@ -103,6 +103,7 @@ class StoragePages:
         calls: run every call of the backend.
         counters: told of every page.
         complaints: told of trouble.
+        shared: whether the backend is another's too, who closes it.
         now: a monotonic clock in seconds.
 
     Raises:
@@ -117,6 +118,7 @@ class StoragePages:
         calls: TimedCalls,
         counters: Counters,
         complaints: Complaints,
+        shared: bool = False,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._backend = backend
@@ -126,6 +128,7 @@ class StoragePages:
         self._calls = calls
         self._counters = counters
         self._complaints = complaints
+        self._shared = shared
         self._now = now
         self._batch = max(1, BATCH_BYTES // self._page_bytes)
         self._lock = threading.Lock()
@@ -140,17 +143,25 @@ class StoragePages:
 
     def found(self, chain: PageChain) -> int:
         """See `PageStore`. The first shard of this rank tells for the page: it is put last."""
-        names = chain.names
+        answers = self._contains(chain, stop=True)
+        count = next((i for i, there in enumerate(answers) if not there), len(answers))
+        self._counters.looked_up(len(chain), count)
+        return count
+
+    def there(self, chain: PageChain) -> list[bool]:
+        """Of each page whether it is there, behind holes too."""
+        answers = self._contains(chain, stop=False) or [False] * len(chain)
+        self._counters.looked_up(len(chain), sum(answers))
+        return answers
+
+    def _contains(self, chain: PageChain, *, stop: bool) -> list[bool]:
         try:
             self._refresh()
-            keys = [self._key(name, self._parts[0]) for name in names]
-            answers = self._calls.run(lambda: self._backend.contains(keys, stop_at_first_miss=True))
+            keys = [self._key(name, self._parts[0]) for name in chain.names]
+            return list(self._calls.run(lambda: self._backend.contains(keys, stop_at_first_miss=stop)))
         except Exception as error:
-            self._trouble("lookup", error, len(names))
-            answers = []
-        count = next((i for i, there in enumerate(answers) if not there), len(answers))
-        self._counters.looked_up(len(names), count)
-        return count
+            self._trouble("lookup", error, len(chain))
+            return []
 
     def read(self, chain: PageChain, pages: Sequence[Bytes | None]) -> list[bool]:
         """See `PageStore`. Ends at the first page that fails: the engine uses nothing behind it."""
@@ -194,6 +205,8 @@ class StoragePages:
 
     def close(self) -> None:
         """See `PageStore`. A storage that hangs is left behind after the time of one call."""
+        if self._shared:
+            return
         try:
             self._calls.run(self._backend.close)
         except DeadlineExceeded:

@@ -293,7 +293,9 @@ def plugin(install: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch) 
         from hicache.storage.registry import configured
 
         module = install(release, arguments=arguments, seeds=seeds)
-        monkeypatch.setattr(module, "open_storage", lambda _url, **options: configured(backend or shared, **options))
+        monkeypatch.setattr(
+            "hicache_sglang.opening.open_storage", lambda _url, **options: configured(backend or shared, **options)
+        )
         monkeypatch.setattr(shared, "close", lambda: None)
         fields = CONFIG_FIELDS[release] | {"is_mla_model": type(pool) is MLATokenToKVPoolHost}
         fields["extra_config"] = ({} if "address" in (extra or {}) else {"storage": "memory://"}) | (extra or {})

@@ -294,19 +294,20 @@ def test_statistics_are_the_engines_own_record(plugin: Plugin, pools: Any) -> No
     assert (totals.looked_up, totals.found, totals.read_failures) == (4, 3, {"absent": 1})
 
 
-def test_a_model_with_further_pools_runs_without_storage(
+def test_a_model_with_a_pool_that_is_not_understood_runs_without_storage(
     plugin: Plugin, pools: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Half a state is no hit: the log has one line, and questions about several pools are answered with none."""
-    pool = pools.mha()
+    pool, other = pools.mha(), pools.mha()
+    other.__class__ = type("MambaPoolHost", (type(pool),), {})
     one = plugin(pool)
     one.register_mem_host_pool_v2(pool, "kv")
     assert one.batch_set_v1(KEYS, source(pool)) == [True] * PAGES
     assert one.batch_exists_v2(KEYS).kv_hit_pages == PAGES
-    transfers = [SimpleNamespace(name="swa", keys=KEYS)]
+    transfers = [SimpleNamespace(name="mamba", keys=KEYS, host_indices=source(pool))]
     assert one.batch_exists_v2(KEYS, transfers).kv_hit_pages == 0
-    one.register_mem_host_pool_v2(pool, "swa")
+    one.register_mem_host_pool_v2(other, "mamba")
     assert [record.levelname for record in caplog.records if "without a cache" in record.message] == ["ERROR"]
-    assert one.batch_get_v2(transfers) == one.batch_set_v2(transfers) == {"swa": [False] * PAGES}
+    assert one.batch_get_v2(transfers) == one.batch_set_v2(transfers) == {"mamba": [False] * PAGES}
     assert one.batch_exists(KEYS) == 0
-    assert "swa" in one.statistics().disabled
+    assert "mamba beside its KV cache: host pool MambaPoolHost is not understood" in one.statistics().disabled

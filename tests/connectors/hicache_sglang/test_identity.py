@@ -17,7 +17,7 @@ Plugin = Callable[..., Any]
 
 
 def digest(one: Any) -> bytes:
-    return one._store._namespace
+    return one._opened.store._namespace
 
 
 BASE: dict[str, Any] = {"extra": {"revision": "1"}}

@@ -227,7 +227,7 @@ def test_a_clear_by_somebody_else_is_seen(plugin: Plugin, pools: Any) -> None:
     """The generation is asked again after some seconds, by look-ups and by writes."""
     memory = MemoryBackend()
     one = plugin(pools.mha(), backend=FaultyStorage(memory))
-    store = one._store
+    store = one._opened.store
     now = [0.0]
     store._now, store._asked_at = (lambda: now[0]), 0.0
     assert store.generation == 0
@@ -244,7 +244,7 @@ def test_large_requests_go_in_batches(plugin: Plugin, pools: Any) -> None:
     """Reading ends with the batch in which a page is missing: the engine uses nothing behind it."""
     storage = FaultyStorage(MemoryBackend())
     one = plugin(pools.mha(), backend=storage)
-    one._store._batch = 1
+    one._opened.store._batch = 1
     assert one.batch_set_v1(KEYS, slots()) == [True] * PAGES
     assert storage.count("put") == PAGES
     storage.script("get_into", None, refuse("absent", ObjectStatus.MISSING))
