@@ -229,3 +229,12 @@ def cpu_write(facts: Facts) -> Any:
         ops.cpu_attn_reshape_and_cache(keys, values, *halves, slots, facts.isa)
 
     return write
+
+
+def hit_sources(counts: dict[str, int]) -> dict[Any, int]:
+    """Tokens by tier, under vLLM's own names of tiers; none where a release has no such names."""
+    try:
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+    except ImportError:
+        return {}
+    return {CacheHitSource(tier): count for tier, count in counts.items()}

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 
 from hicache.errors import HicacheError
+from hicache.rpc.client.cache import ConnectedCache
+from hicache_vllm.absent import AbsentWorker
+from hicache_vllm.compat import hit_sources
 from hicache_vllm.counters import Counters
 from hicache_vllm.guard import guarded
-from hicache_vllm.identity import tensor_layout
-from hicache_vllm.plans import Load, StepPlan
+from hicache_vllm.metrics import HiCacheMetrics, HiCacheStats
+from hicache_vllm.plans import Load, Report, StepPlan
 from hicache_vllm.scheduler import SchedulerSide
-from hicache_vllm.start import Start, begin, reach
-from hicache_vllm.tensors import HostTensors, ordered
+from hicache_vllm.start import Start, begin, make_worker, reach
 from hicache_vllm.wire import PlanMetadata, ReportMetadata
 from hicache_vllm.worker import WorkerSide
 
@@ -22,7 +24,7 @@ __all__ = ["HiCacheConnector"]
 
 _log = logging.getLogger("vllm.hicache")
 
-CLOSE_SECONDS = 2.0
+CLOSE_SECONDS: Final = 2.0
 
 
 class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # no vLLM where types are checked
@@ -38,10 +40,11 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         super().__init__(vllm_config, role, kv_cache_config)
         self._counters = Counters()
         self._start: Start | None = None
-        self._cache: Any = None
+        self._cache: ConnectedCache | None = None
         self._scheduler: SchedulerSide | None = None
-        self._worker: WorkerSide | None = None
+        self._worker: WorkerSide | AbsentWorker = AbsentWorker("its KV tensors are not known")
         self._plan = StepPlan()
+        self._connected: bool | None = None
         worker = role is KVConnectorRole.WORKER
         try:
             self._start = begin(vllm_config, kv_cache_config, worker=worker)
@@ -50,9 +53,9 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             else:
                 self._schedule(self._start)
         except HicacheError as error:
-            self._disable(str(error))
+            self._disable(str(error), told=worker)
         except Exception as error:  # another release, or an installation that lacks something
-            self._disable(f"{type(error).__name__}: {error}")
+            self._disable(f"{type(error).__name__}: {error}", told=worker)
 
     def _schedule(self, start: Start) -> None:
         self._cache = reach(start, worker=False)
@@ -66,9 +69,10 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             counters=self._counters,
         )
 
-    def _disable(self, why: str) -> None:
-        self._start = None
-        _log.error("hicache: runs without a cache: %s", why)
+    def _disable(self, why: str, *, told: bool) -> None:
+        """Run without a cache. Where a worker finds the reason, its scheduler says it."""
+        self._worker = AbsentWorker(why)
+        _log.log(logging.DEBUG if told else logging.ERROR, "hicache: runs without a cache: %s", why)
 
     # ---- workers
 
@@ -79,20 +83,17 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         if start is None:
             return
         try:
-            layers = ordered(kv_caches)
-            layout = tensor_layout(layers[0], start.facts, start.identity)
-            tensors = HostTensors(layers, layout, start.identity.form)
             self._cache = reach(start, worker=True)
+            self._worker = make_worker(start, self._cache, kv_caches, self._counters)
         except HicacheError as error:
-            self._disable(str(error))
-            return
-        self._worker = WorkerSide(self._cache, tensors, per_page=start.identity.blocks, counters=self._counters)
+            self._disable(str(error), told=True)
+        except Exception as error:  # tensors of another release
+            self._disable(f"{type(error).__name__}: {error}", told=True)
 
     @guarded(lambda *_: None)
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """Wait until what is about to be overwritten has been read."""
-        if self._worker is not None:
-            self._worker.fence(kv_connector_metadata.plan)
+        self._worker.fence(kv_connector_metadata.plan)
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         """A step begins; what former steps have computed is stored meanwhile."""
@@ -102,53 +103,44 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
     @guarded(lambda *_: None)
     def _begin_step(self, metadata: Any) -> None:
         self._plan = metadata.plan
-        if self._worker is not None:
-            self._worker.begin_stores(self._plan)
+        self._worker.begin_stores(self._plan)
 
     @guarded(lambda *_: None)
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Begin to bring pages."""
         del forward_context, kwargs
-        if self._worker is not None:
-            self._worker.begin_loads(self._plan)
+        self._worker.begin_loads(self._plan)
 
+    @guarded(lambda *_: None)
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: what a step needs is there when it begins."""
-        del layer_name
+        """Wait until what this step needs of a layer has come."""
+        self._worker.wait_for_layer(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """Nothing: pages are stored when all of their layers are computed."""
         del layer_name, kv_layer, attn_metadata, kwargs
 
+    @guarded(lambda *_: None)
     def wait_for_save(self) -> None:
-        """Nothing: blocks stay as they are until they have been read, see `handle_preemptions`."""
+        """See that nothing that this step needed is still coming; blocks keep until they have been read."""
+        self._worker.wait_for_layers()
 
-    @guarded(lambda self, *_: self._without_worker())
+    @guarded(lambda self, *_: (set(self._plan.kept) or None, None))
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Requests whose blocks are read, and requests whose pages have come."""
+        """Requests whose blocks are read, and requests whose pages have come or will not."""
         del finished_req_ids
-        if self._worker is None:
-            return self._without_worker()
         sent, received = self._worker.take_finished(idle=not self._plan.tokens)
         return sent or None, received or None
-
-    def _without_worker(self) -> tuple[set[str] | None, set[str] | None]:
-        received = {load.request for load in self._plan.loads if not load.layerwise}
-        return set(self._plan.kept) or None, received or None
 
     @guarded(lambda self: {block for load in self._plan.loads for block in load.blocks})
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks that did not come, so that the engine computes them."""
-        if self._worker is None:
-            return {block for load in self._plan.loads for block in load.blocks}
         return self._worker.take_bad_blocks()
 
     @guarded(lambda *_: None)
     def build_connector_worker_meta(self) -> Any:
         """What has ended."""
-        if self._worker is None:
-            return None
-        report = self._worker.take_report()
+        report: Report = self._worker.take_report()
         return ReportMetadata(report) if report else None
 
     # ---- the scheduler
@@ -167,31 +159,36 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         try:
             self._scheduler.allocated(request, blocks, num_external_tokens)
         except Exception:
-            _log.exception("hicache: a load could not be planned, its tokens are computed")
+            _log.exception("hicache: a load could not be planned, and its tokens are computed")
             if num_external_tokens:  # the engine waits for it, and has to hear that it failed
                 every = list(blocks.get_block_ids()[0])
                 self._scheduler.fail(Load(0, str(request.request_id), None, every, 0))
 
+    @guarded(lambda *_: {})
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
+        """From which tier they come."""
+        if self._scheduler is None or not num_external_tokens:
+            return {}
+        return hit_sources(self._scheduler.sources(request, num_external_tokens))
+
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         """What the workers do with this step."""
-        if self._scheduler is None:
-            return PlanMetadata(StepPlan())
-        return PlanMetadata(self._planned(self._scheduler, scheduler_output))
-
-    def _planned(self, scheduler: SchedulerSide, output: Any) -> StepPlan:
-        plan = StepPlan(tokens=output.total_num_scheduled_tokens)
-        try:
-            scheduler.plan(output, plan)
-        except Exception:
-            _log.exception("hicache: a step could not be planned in full")
-        return plan
+        plan = StepPlan(tokens=int(scheduler_output.total_num_scheduled_tokens))
+        if self._scheduler is not None:
+            try:
+                self._scheduler.plan(scheduler_output, plan)
+            except Exception:
+                _log.exception("hicache: a step could not be planned in full")
+        return PlanMetadata(plan)
 
     @guarded(lambda *_: None)
     def update_connector_output(self, connector_output: Any) -> None:
-        """Workers have done something."""
-        metadata = connector_output.kv_connector_worker_meta
-        if self._scheduler is not None and isinstance(metadata, ReportMetadata):
-            self._scheduler.reported(metadata.report, failed=bool(connector_output.invalid_block_ids))
+        """A step has ended, and workers have done something."""
+        if self._scheduler is None:
+            return
+        metadata = getattr(connector_output, "kv_connector_worker_meta", None)
+        report = metadata.report if isinstance(metadata, ReportMetadata) else None
+        self._scheduler.reported(report, failed=bool(connector_output.invalid_block_ids))
 
     @guarded(lambda *_: (False, None))
     def request_finished_all_groups(
@@ -207,16 +204,49 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         keeps, parameters = self.request_finished_all_groups(request, (block_ids,))
         return bool(keeps), parameters
 
+    @guarded(lambda *_: False)
+    def reset_cache(self) -> bool | None:
+        """Forget all pages of this model, as after a change of weights; whether that is done."""
+        return None if self._scheduler is None else self._scheduler.reset()
+
+    # ---- both
+
     @property
     def requires_kv_delivery(self) -> bool:
         """A store that is dropped is a miss later."""
         return False
 
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Whether each layer waits for its pages."""
+        return extra_config.get("load") == "sync"
+
+    @guarded(lambda *_: None)
+    def get_kv_connector_stats(self) -> Any:
+        """What was counted since this was asked last."""
+        counts = self._counters.take()
+        if self._scheduler is not None and self._cache is not None:
+            connected = self._cache.connected
+            if connected is not self._connected:
+                counts["connected"] = self._connected = connected
+        return HiCacheStats(data=counts) if counts else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
+        """Counts that come from another process."""
+        return HiCacheStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> Any:
+        """Prometheus metrics of them."""
+        return HiCacheMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
     @guarded(lambda *_: None)
     def shutdown(self) -> None:
         """Let go of the service; idempotent."""
-        if self._worker is not None:
-            self._worker.close()
+        self._worker.close()
         if self._scheduler is not None:
             self._scheduler.close(CLOSE_SECONDS)
         if self._cache is not None:

@@ -47,6 +47,11 @@ class Copier:
         with self._lock:
             return self._lock.wait_for(lambda: over() or self._closed, seconds)
 
+    def notify(self) -> None:
+        """Let those who wait look again."""
+        with self._lock:
+            self._lock.notify_all()
+
     def close(self) -> None:
         """End the thread behind what it does now. Idempotent."""
         with self._lock:

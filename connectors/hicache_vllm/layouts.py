@@ -271,31 +271,24 @@ class PageForm:
         return tuple(found)
 
     def copy(
-        self,
-        pages: Array,
-        layers: Sequence[tuple[Array, ...]],
-        runs: Sequence[Run],
-        *,
-        load: bool,
-        only: int | None = None,
+        self, pages: Array, layers: Sequence[tuple[Array, ...]], runs: Sequence[Run], layer: int, *, load: bool
     ) -> None:
-        """Move blocks between the engine's tensors in host memory and pages. Releases the GIL while bytes move.
+        """Move one layer between the engine's tensors in host memory and pages. Releases the GIL while bytes move.
 
         Args:
             pages: `(pages, page elements)`, contiguous, elements of the same size as the tensors'.
             layers: the planes of each layer, see `Layout.planes`.
             runs: which blocks belong where.
+            layer: which one.
             load: into the tensors; else out of them.
-            only: a single layer; by default all.
         """
-        for layer in range(self.layers) if only is None else (only,):
-            ours = self.page_planes(pages, layer)
-            for run in runs:
-                page, inside = divmod(run.at, self.per_page)
-                theirs = self.block_planes(layers[layer], run)
-                for own, engine in zip(ours, theirs, strict=True):
-                    part = own[page : page + engine.shape[0], :, inside : inside + engine.shape[2]]
-                    if load:
-                        np.copyto(engine, part)
-                    else:
-                        np.copyto(part, engine)
+        ours = self.page_planes(pages, layer)
+        for run in runs:
+            page, inside = divmod(run.at, self.per_page)
+            theirs = self.block_planes(layers[layer], run)
+            for own, engine in zip(ours, theirs, strict=True):
+                part = own[page : page + engine.shape[0], :, inside : inside + engine.shape[2]]
+                if load:
+                    np.copyto(engine, part)
+                else:
+                    np.copyto(part, engine)

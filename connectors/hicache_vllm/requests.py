@@ -26,11 +26,12 @@ class Tracked:
         shared: key by which others wait for what it loads, or None.
         waited: when it began to wait for another's load, or None.
         planned: leading pages that are in host memory, or on their way there.
-        savings: numbers of its stores that are not over, and read blocks that are its own.
+        works: numbers of its stores and audits that are not over, and read blocks that are its own.
+        audited: whether the last page of its hit is computed all the same; `audit`: index of that page, once known.
         rest: once it has ended, whole pages that it has computed, and its blocks.
     """
 
-    def __init__(self, request: Any, adapters: Adapters) -> None:
+    def __init__(self, request: Any, adapters: Adapters, *, audited: bool = False) -> None:
         self.id = str(request.request_id)
         self.scope = _scope(request, adapters)
         self.lookup: Lookup | None = None
@@ -39,7 +40,9 @@ class Tracked:
         self.shared: bytes | None = None
         self.waited: float | None = None
         self.planned = 0
-        self.savings: set[int] = set()
+        self.works: set[int] = set()
+        self.audited = audited
+        self.audit: int | None = None
         self.rest: tuple[int, list[int]] = (0, [])
         self._request = request
         self._preemptions = int(getattr(request, "num_preemptions", 0))
@@ -67,8 +70,14 @@ class Tracked:
         before, self._preemptions = self._preemptions, int(getattr(self._request, "num_preemptions", 0))
         return self._preemptions != before
 
+    def bypass(self) -> None:
+        """From now on it goes past the cache, if it has been computed in part already."""
+        if self._request.num_computed_tokens:
+            self.scope = None
+
     def drop_lookup(self) -> None:
         """What was found is not needed, or not any more."""
+        self.audit = None
         lookup, self.lookup = self.lookup, None
         if lookup is not None:
             lookup.close()

@@ -10,6 +10,8 @@ from hicache.errors import HicacheError, OutOfSlots
 from hicache.rpc.client.cache import ConnectedCache
 from hicache.rpc.client.request import ConnectedRequest
 from hicache_vllm.lookups import Scope, Tokens
+from hicache_vllm.plans import StepPlan, Store
+from hicache_vllm.requests import Tracked
 from hicache_vllm.tasks import Tasks
 
 __all__ = ["Saving", "Stage"]
@@ -25,54 +27,60 @@ class Stage(Enum):
 
 
 class Saving:
-    """The store of one request's pages up to some token.
+    """The store of one request's pages from the prompt's start, as far as the cache lacks them.
 
     Changed by the scheduler's thread, but for the step from PREPARING to READY or OVER, which another does.
 
-    Attributes:
+    Args:
         job: its number.
-        request: vLLM's id.
-        blocks: the engine's numbers of the blocks of all pages from the prompt's start.
-        first, end: page indices of what is to be written, once READY.
-        ticket: of its lease.
+        tracked: the request.
+        pages: leading pages that are to be there.
+        blocks: the engine's numbers of all of their blocks.
+        cache, tasks: to the service.
+        deadline: seconds for it.
+        ready: called when it is not PREPARING any more.
+
+    Attributes:
+        stage: where it stands.
         reason: why nothing is stored; empty where something is, or nothing has to be.
     """
 
     def __init__(
         self,
         job: int,
-        request: str,
+        tracked: Tracked,
+        pages: int,
         blocks: list[int],
         *,
         cache: ConnectedCache,
         tasks: Tasks,
-        tokens: Tokens,
-        scope: Scope,
         deadline: float,
         ready: Callable[[], None],
     ) -> None:
         self.job = job
-        self.request = request
-        self.blocks = blocks
-        self.first = self.end = 0
-        self.ticket = b""
+        self.tracked = tracked
+        self.pages = pages
         self.reason = ""
         self.stage = Stage.PREPARING
+        self._blocks = blocks
+        self._first = 0
+        self._ticket = b""
         self._cache = cache
         self._tasks = tasks
         self._deadline = deadline
         self._ready = ready
         self._lock = threading.Lock()
         self._lease: ConnectedRequest | None = None
-        if not tasks.begin(lambda: self._prepare(tokens, scope)):
-            self.reason = "busy"
+        tokens, scope = tracked.tokens(pages * cache.page_size), tracked.scope
+        if scope is None or not tasks.begin(lambda: self._prepare(tokens, scope)):
+            self.reason = "" if scope is None else "busy"
             self.stage = Stage.OVER
 
     def _prepare(self, tokens: Tokens, scope: Scope) -> None:
         lease = None
         try:
             lease = self._cache.request(tokens, deadline=self._deadline, logits=False, **scope.arguments())
-            self._reserve(lease, len(tokens) // self._cache.page_size)
+            self._reserve(lease)
         except OutOfSlots:
             self.reason = "host pool full"
         except HicacheError as error:
@@ -81,24 +89,21 @@ class Saving:
         finally:
             self._prepared(lease)
 
-    def _reserve(self, lease: ConnectedRequest, pages: int) -> None:
+    def _reserve(self, lease: ConnectedRequest) -> None:
         if lease.bypassed:
             self.reason = "no service"
             return
         fresh = lease.allocate()
-        if not len(fresh):
-            self.reason = "" if lease.lost is None else "lease lost"
-            return
         ticket = lease.ticket()
-        if ticket is None:
+        if lease.lost is not None or ticket is None:
             self.reason = "lease lost"
-            return
-        self.first, self.end = pages - len(fresh), pages
-        self.ticket = ticket.encode()
+        elif len(fresh):
+            self._first = self.pages - len(fresh)
+            self._ticket = ticket.encode()
 
     def _prepared(self, lease: ConnectedRequest | None) -> None:
         with self._lock:
-            wanted = self.stage is Stage.PREPARING and bool(self.ticket)
+            wanted = self.stage is Stage.PREPARING and bool(self._ticket)
             if wanted:
                 self._lease = lease
             self.stage = Stage.READY if wanted else Stage.OVER
@@ -106,11 +111,14 @@ class Saving:
             lease.close(aborted=bool(self.reason))
         self._ready()
 
-    def sent(self) -> None:
-        """The workers have it with the next step."""
+    def send(self, plan: StepPlan) -> None:
+        """The workers get it with this step."""
+        per_page = len(self._blocks) // self.pages
+        blocks = self._blocks[self._first * per_page :]
         self.stage = Stage.SENT
+        plan.stores.append(Store(self.job, self.tracked.id, self._ticket, self._first, self.pages, blocks))
 
-    def end_it(self, *, aborted: bool) -> None:
+    def end(self, *, aborted: bool) -> None:
         """Nothing more is done with it; its lease goes back in the background. Idempotent."""
         with self._lock:
             self.stage = Stage.OVER

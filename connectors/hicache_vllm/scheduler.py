@@ -7,33 +7,33 @@ moments (`PATIENCE`), and while the service is away every answer is at once that
 from __future__ import annotations
 
 import itertools
-import threading
+import logging
+import random
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+from hicache.errors import HicacheError
 from hicache.rpc.client.cache import ConnectedCache
 from hicache_vllm.adapters import Adapters
 from hicache_vllm.counters import Counters
 from hicache_vllm.identity import Identity
 from hicache_vllm.lookups import Lookup
-from hicache_vllm.plans import Load, Report, StepPlan, Store
+from hicache_vllm.plans import Load, Report, StepPlan
+from hicache_vllm.prefill import PrefillRate
 from hicache_vllm.requests import Tracked
-from hicache_vllm.saving import Saving, Stage
+from hicache_vllm.scopes import Scopes
 from hicache_vllm.settings import Settings
+from hicache_vllm.stores import Stores
 from hicache_vllm.tasks import Tasks
 
 __all__ = ["SchedulerSide"]
 
+_log = logging.getLogger("vllm.hicache")
+
 PATIENCE: Final = 0.002
 """Seconds for which the scheduler waits for an answer of the service before it goes on with others."""
-
-IDLE: Final = 0.001
-"""Seconds for which a step without tokens waits for what would give it something to do."""
-
-MOST_SAVINGS: Final = 256
-"""Stores that are not over; above it pages are stored later, or not at all."""
 
 
 class SchedulerSide:
@@ -47,6 +47,7 @@ class SchedulerSide:
         reads, writes: what the engine's role allows.
         counters: gets what is counted.
         now: a monotonic clock in seconds.
+        draw: numbers from 0 to 1, for audits.
     """
 
     def __init__(
@@ -60,29 +61,43 @@ class SchedulerSide:
         writes: bool,
         counters: Counters,
         now: Callable[[], float] = time.monotonic,
+        draw: Callable[[], float] = random.random,
     ) -> None:
         self._cache = cache
         self._settings = settings
         self._page = identity.namespace.page_size
-        self._per_page = identity.blocks
-        self._block = self._page // self._per_page
+        self._block = self._page // identity.blocks
         self._workers = workers
         self._reads = reads
         self._writes = writes
+        self._audits = settings.audit_probability if identity.canonical else 0.0
         self._counters = counters
         self._now = now
+        self._draw = draw
         self._tasks = Tasks()
+        self._scopes = Scopes(cache, self._tasks)
+        self._prefill = PrefillRate(now, self._report_prefill)
         self._adapters = Adapters()
-        self._requests: dict[str, Tracked] = {}
-        self._ended: dict[str, Tracked] = {}
-        self._kept: list[str] = []
-        self._loads: list[Load] = []
-        self._leases: dict[int, Tracked] = {}
-        self._loading: dict[bytes, str] = {}
-        self._savings: dict[int, Saving] = {}
-        self._done: Counter[int] = Counter()
-        self._ready = threading.Event()
         self._numbers = itertools.count(1)
+        self._stores = Stores(
+            cache,
+            self._tasks,
+            per_page=identity.blocks,
+            deadline=settings.deadline,
+            numbers=self._numbers,
+            counters=counters,
+        )
+        self._requests: dict[str, Tracked] = {}
+        self._loads: list[Load] = []
+        self._loading: dict[int, Tracked] = {}
+        self._shared: dict[bytes, str] = {}
+        self._done: Counter[int] = Counter()
+        self._refused = ""
+
+    @property
+    def usable(self) -> bool:
+        """Whether the cache may be asked now."""
+        return self._cache.connected and not self._refused and not self._scopes.stale
 
     # ---- looking
 
@@ -93,12 +108,10 @@ class SchedulerSide:
         """
         tracked = self._tracked(request)
         tracked.local = local
-        if tracked.scope is None or not self._reads or getattr(request, "skip_reading_prefix_cache", False):
-            return 0, False
-        if (tracked.length - 1) // self._page * self._page <= local or not self._cache.connected:
+        if not self._may_read(tracked, request):
             tracked.drop_lookup()
             return 0, False
-        if self._others_load(tracked, local):
+        if self._others_load(tracked):
             return None, False
         lookup = tracked.lookup or self._look(tracked)
         if not lookup.wait(PATIENCE if lookup.seconds < PATIENCE else 0.0):
@@ -107,37 +120,45 @@ class SchedulerSide:
             self._counters.missed("late")
             tracked.drop_lookup()
             return 0, False
-        tokens = lookup.pages * self._page - local
-        if tokens <= 0 or lookup.lost:
+        pages = lookup.pages
+        if pages * self._page <= local or lookup.lost:
             return 0, False
-        return tokens, self._settings.load == "async"
+        if tracked.audited:
+            pages -= 1
+            tracked.audit = pages
+        tokens = max(pages * self._page - local, 0)
+        return tokens, tokens > 0 and self._settings.load == "async"
+
+    def _may_read(self, tracked: Tracked, request: Any) -> bool:
+        if tracked.scope is None or not self._reads or getattr(request, "skip_reading_prefix_cache", False):
+            return False
+        return (tracked.length - 1) // self._page * self._page > tracked.local and self.usable
 
     def _look(self, tracked: Tracked) -> Lookup:
         assert tracked.scope is not None
+        self._scopes.seen(tracked.scope)
         tracked.lookup = Lookup(
             self._cache,
             self._tasks,
             tracked.tokens(tracked.length),
             tracked.scope,
             deadline=self._settings.deadline,
+            now=self._now,
         )
         return tracked.lookup
 
-    def _others_load(self, tracked: Tracked, local: int) -> bool:
+    def _others_load(self, tracked: Tracked) -> bool:
         """Whether the first page that is needed is on its way for another request already, and worth waiting for."""
-        if not self._loading:
-            return False
-        key = self._key(tracked, local)
-        if self._loading.get(key, tracked.id) == tracked.id:
+        if not self._shared or self._shared.get(self._key(tracked), tracked.id) == tracked.id:
             tracked.waited = None
             return False
         now = self._now()
         tracked.waited = now if tracked.waited is None else tracked.waited
         return now - tracked.waited <= self._settings.deadline
 
-    def _key(self, tracked: Tracked, local: int) -> bytes:
+    def _key(self, tracked: Tracked) -> bytes:
         """What names the page in which the first token that is needed lies, and all before it."""
-        end = (local // self._page + 1) * self._page
+        end = (tracked.local // self._page + 1) * self._page
         return repr(tracked.scope).encode() + tracked.tokens(end).tobytes()
 
     # ---- loading
@@ -146,13 +167,12 @@ class SchedulerSide:
         """The engine has blocks for a request; `tokens` of them are to be brought by us."""
         tracked = self._tracked(request)
         if not tokens:
-            if not tracked.loading:
-                tracked.drop_lookup()
             self._unshare(tracked)
+            if not tracked.loading and tracked.audit is None:
+                tracked.drop_lookup()
             return
         lookup = tracked.lookup
-        first = tracked.local // self._block
-        end = (tracked.local + tokens) // self._block
+        first, end = tracked.local // self._block, (tracked.local + tokens) // self._block
         load = Load(
             next(self._numbers),
             tracked.id,
@@ -162,12 +182,12 @@ class SchedulerSide:
             layerwise=self._settings.load == "sync",
         )
         self._loads.append(load)
-        self._leases[load.job] = tracked
-        tracked.planned = (tracked.local + tokens) // self._page
+        self._loading[load.job] = tracked
         tracked.loading = True
+        tracked.planned = (tracked.local + tokens) // self._page
         if not load.layerwise:
-            tracked.shared = self._key(tracked, tracked.local)
-            self._loading[tracked.shared] = tracked.id
+            tracked.shared = self._key(tracked)
+            self._shared[tracked.shared] = tracked.id
         self._counters.hit(self.sources(request, tokens))
 
     def fail(self, load: Load) -> None:
@@ -185,8 +205,8 @@ class SchedulerSide:
 
     def _unshare(self, tracked: Tracked) -> None:
         """Nobody waits for this request's load any more: the engine has its blocks under their names, or it failed."""
-        if tracked.shared is not None and self._loading.get(tracked.shared) == tracked.id:
-            del self._loading[tracked.shared]
+        if tracked.shared is not None and self._shared.get(tracked.shared) == tracked.id:
+            del self._shared[tracked.shared]
         tracked.shared = None
 
     # ---- a step
@@ -194,117 +214,71 @@ class SchedulerSide:
     def plan(self, output: Any, plan: StepPlan) -> None:
         """Put into `plan` what workers do with this step: first of all the loads, for which the engine waits."""
         plan.loads, self._loads = self._loads, []
-        self._find_preempted(plan)
-        if self._writes and self._cache.connected:
-            self._begin_savings(output)
-        if not output.total_num_scheduled_tokens and not plan.loads:
-            self._wait_for_savings()
-        self._send(plan)
-        plan.kept, self._kept = self._kept, []
+        self._prefill.begun(output.num_scheduled_tokens.values())
+        self._stores.send(plan, self._preempted)
+        if self._writes and self.usable:
+            state = output.kv_connector_block_state
+            for name, count in output.num_scheduled_tokens.items():
+                tracked = self._requests.get(name)
+                if tracked is not None:
+                    self._scopes.seen(tracked.scope)
+                    self._stores.begin(tracked, tracked.whole_after(count), lambda name=name: _first(state, name))  # type: ignore[misc]
 
-    def _find_preempted(self, plan: StepPlan) -> None:
-        """Blocks that preemption has taken away: what is not read yet stays unread, what is being read is fenced."""
-        for saving in list(self._savings.values()):
-            tracked = self._requests.get(saving.request)
-            if tracked is None or not tracked.preempted():
-                continue
-            for job in tracked.savings:
-                if self._savings[job].stage is Stage.SENT:
-                    plan.fence.append(job)
-                else:
-                    self._over(job, aborted=True)
-            tracked.savings.clear()
-
-    def _begin_savings(self, output: Any) -> None:
-        state = output.kv_connector_block_state
-        for name, count in output.num_scheduled_tokens.items():
-            tracked = self._requests.get(name)
-            if tracked is None or tracked.savings:
-                continue
-            pages = tracked.whole_after(count) // self._page
-            if pages <= tracked.planned:
-                continue
-            blocks = state.get_block_ids(name)
-            if blocks is not None:
-                self._save(tracked, pages, blocks[0])
-
-    def _save(self, tracked: Tracked, pages: int, blocks: Sequence[int]) -> None:
-        if tracked.scope is None or len(self._savings) >= MOST_SAVINGS:
-            self._counters.failed("busy", pages - tracked.planned)
-            return
-        saving = Saving(
-            next(self._numbers),
-            tracked.id,
-            list(blocks[: pages * self._per_page]),
-            cache=self._cache,
-            tasks=self._tasks,
-            tokens=tracked.tokens(pages * self._page),
-            scope=tracked.scope,
-            deadline=self._settings.deadline,
-            ready=self._ready.set,
-        )
-        tracked.planned = pages
-        tracked.savings.add(saving.job)
-        self._savings[saving.job] = saving
-
-    def _wait_for_savings(self) -> None:
-        """The engine has nothing to compute: leave the processor to what prepares its stores."""
-        self._ready.clear()
-        if any(saving.stage is Stage.PREPARING for saving in self._savings.values()):
-            self._ready.wait(IDLE)
-
-    def _send(self, plan: StepPlan) -> None:
-        for saving in list(self._savings.values()):
-            if saving.stage is Stage.READY:
-                first, end = saving.first * self._per_page, saving.end * self._per_page
-                plan.stores.append(
-                    Store(saving.job, saving.request, saving.ticket, saving.first, saving.end, saving.blocks[first:end])
-                )
-                saving.sent()
-            elif saving.stage is Stage.OVER:
-                if saving.reason:
-                    self._counters.failed(saving.reason, len(saving.blocks) // self._per_page)
-                self._over(saving.job, aborted=bool(saving.reason))
+    def _preempted(self, name: str) -> bool:
+        tracked = self._requests.get(name)
+        return tracked is not None and tracked.preempted()
 
     # ---- what workers report
 
-    def reported(self, report: Report, *, failed: bool) -> None:
-        """Workers have done something.
+    def reported(self, report: Report | None, *, failed: bool) -> None:
+        """A step has ended.
 
         Args:
-            report: of all of them together.
+            report: of all workers together, or None.
             failed: whether blocks did not come, so that the engine computes them.
         """
+        self._prefill.ended()
+        if report is None:
+            return
+        if report.refused and not self._refused:
+            self.refuse(report.refused)
         for job, count in report.done.items():
             self._done[job] += count
             if self._done[job] < self._workers:
                 continue
             del self._done[job]
-            tracked = self._leases.pop(job, None)
-            if tracked is not None:
-                self._loaded(tracked, failed=failed)
+            tracked = self._loading.pop(job, None)
+            if tracked is None:
+                self._stores.over(job)
             else:
-                self._over(job, aborted=False)
+                self._loaded(tracked, failed=failed)
+        for outcome, pages in report.audited.items():
+            self._counters.add("audited_pages", outcome, pages)
+        if report.audited["different"]:
+            self._withdraw()
 
     def _loaded(self, tracked: Tracked, *, failed: bool) -> None:
         tracked.loading = False
-        tracked.drop_lookup()
+        if tracked.audit is None:
+            tracked.drop_lookup()
         if failed:
             tracked.planned = 0
             self._unshare(tracked)
 
-    def _over(self, job: int, *, aborted: bool) -> None:
-        saving = self._savings.pop(job, None)
-        if saving is None:
-            return
-        saving.end_it(aborted=aborted)
-        tracked = self._requests.get(saving.request) or self._ended.get(saving.request)
-        if tracked is not None:
-            tracked.savings.discard(job)
-            if tracked.id in self._ended:
-                self._go_on(tracked)
+    def refuse(self, why: str) -> None:
+        """From now on this engine runs without a cache."""
+        self._refused = why
+        _log.error("hicache: runs without a cache from now on: %s", why)
 
-    # ---- the end of a request
+    def _withdraw(self) -> None:
+        """A page of the cache is not what the engine computes: nobody may use any of these pages."""
+        self.refuse(
+            "an audited page differs from what the engine computes: other weights, scales or layouts under the same "
+            "names. All pages of this model are withdrawn; give another revision or numerics, and start again"
+        )
+        self._scopes.clear_soon()
+
+    # ---- ends
 
     def finished(self, request: Any, blocks: Sequence[int]) -> bool:
         """A request has ended; whether its blocks must stay until the workers report it."""
@@ -313,33 +287,26 @@ class SchedulerSide:
             return False
         self._unshare(tracked)
         if tracked.loading:
+            tracked.audit = None
             return False  # the engine keeps the blocks until the load has ended, which then closes the lookup
         tracked.drop_lookup()
-        self._ended[tracked.id] = tracked
-        if self._writes and self._cache.connected and tracked.scope is not None:
-            tracked.rest = (tracked.whole_after(0) // self._page, list(blocks))
-        else:
-            tracked.rest = (0, [])
-            for job in [job for job in tracked.savings if self._savings[job].stage is not Stage.SENT]:
-                tracked.savings.discard(job)
-                self._over(job, aborted=True)
-        if not tracked.savings and not self._save_rest(tracked):
-            del self._ended[tracked.id]
-            return False
-        return True
+        return self._stores.finish(tracked, blocks, wanted=self._writes and self.usable)
 
-    def _save_rest(self, tracked: Tracked) -> bool:
-        """Begin to store what has become whole since the last store; whether there is anything."""
-        pages, blocks = tracked.rest
-        if pages <= tracked.planned:
-            return False
-        self._save(tracked, pages, blocks)
-        return bool(tracked.savings)
+    def reset(self) -> bool:
+        """Forget all pages of this model, here and in the service; whether that is done."""
+        for tracked in self._requests.values():
+            if not tracked.loading:
+                tracked.drop_lookup()
+            tracked.bypass()
+        return self._scopes.clear()
 
-    def _go_on(self, tracked: Tracked) -> None:
-        if not tracked.savings and not self._save_rest(tracked):
-            del self._ended[tracked.id]
-            self._kept.append(tracked.id)
+    def close(self, timeout: float) -> None:
+        """Give back all leases, as far as the service takes them in time."""
+        self._scopes.close()
+        for tracked in (*self._requests.values(), *self._loading.values()):
+            tracked.drop_lookup()
+        self._stores.close()
+        self._tasks.close(timeout)
 
     # ---- tools
 
@@ -347,13 +314,20 @@ class SchedulerSide:
         name = str(request.request_id)
         found = self._requests.get(name)
         if found is None:
-            found = self._requests[name] = Tracked(request, self._adapters)
+            found = self._requests[name] = Tracked(request, self._adapters, audited=self._draw() < self._audits)
         return found
 
-    def close(self, timeout: float) -> None:
-        """Give back all leases, as far as the service takes them in time."""
-        for tracked in (*self._requests.values(), *self._leases.values()):
-            tracked.drop_lookup()
-        for job in list(self._savings):
-            self._savings.pop(job).end_it(aborted=True)
-        self._tasks.close(timeout)
+    def _report_prefill(self, tokens: int, seconds: float) -> None:
+        def report() -> None:
+            try:
+                self._cache.report_prefill(tokens, seconds)
+            except HicacheError as error:
+                _log.debug("hicache: the prefill rate was not told: %s", error)
+
+        self._tasks.begin(report)
+
+
+def _first(state: Any, name: str) -> Sequence[int] | None:
+    """The blocks of a request now, in its only group."""
+    found = None if state is None else state.get_block_ids(name)
+    return None if found is None else found[0]

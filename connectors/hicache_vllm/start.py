@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any, Final
 
 from hicache.errors import ConfigError
 from hicache.rpc.client.cache import ConnectedCache, connect
+from hicache_vllm.comparing import Comparison
 from hicache_vllm.compat import Facts, cpu_write, facts_of, version_warning
-from hicache_vllm.identity import Identity, block_shape, identify
+from hicache_vllm.counters import Counters
+from hicache_vllm.identity import Identity, block_shape, identify, tensor_layout
 from hicache_vllm.layouts import Layout
 from hicache_vllm.proof import proven
 from hicache_vllm.service import PrivateService, private_address
 from hicache_vllm.settings import Settings, read_settings
+from hicache_vllm.tensors import HostTensors, ordered
+from hicache_vllm.worker import WorkerSide
 
-__all__ = ["Start", "begin", "reach"]
+__all__ = ["Start", "begin", "make_worker", "reach"]
 
 _log = logging.getLogger("vllm.hicache")
 
@@ -63,6 +68,8 @@ def begin(config: Any, cache_config: Any, *, worker: bool) -> Start:
     identity = identify(facts, settings, lambda layout: _proves(layout, facts))
     if not worker:
         _tell(facts, identity)
+        if settings.audit_probability and not identity.canonical:
+            _log.warning("hicache: pages whose layout is not understood cannot be compared: nothing is audited")
     return Start(facts, settings, identity)
 
 
@@ -130,3 +137,22 @@ def reach(start: Start, *, worker: bool) -> ConnectedCache:
     if start.private and not cache.wait_connected(START_SECONDS):
         _log.warning("hicache: the private service does not answer yet: going on without a cache until it does")
     return cache
+
+
+def make_worker(start: Start, cache: ConnectedCache, kv_caches: Mapping[str, Any], counters: Counters) -> WorkerSide:
+    """What moves this rank's pages.
+
+    Raises:
+        HicacheError: tensors that are not understood.
+    """
+    facts, identity = start.facts, start.identity
+    layers = ordered(kv_caches)
+    layout = tensor_layout(next(iter(layers.values())), facts, identity)
+    return WorkerSide(
+        cache,
+        HostTensors(list(layers.values()), layout, identity.form),
+        layers={name: number for number, name in enumerate(layers)},
+        per_page=identity.blocks,
+        comparison=Comparison(facts.kv_dtype, start.settings.audit_tolerance) if identity.canonical else None,
+        counters=counters,
+    )

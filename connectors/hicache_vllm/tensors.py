@@ -35,8 +35,8 @@ class KVTensors(Protocol):
         """
         ...
 
-    def load(self, pages: Bytes, runs: Sequence[Run]) -> None:
-        """Copy pages, `(pages, page_bytes)`, into blocks; done when it returns."""
+    def load(self, pages: Bytes, runs: Sequence[Run], came: Callable[[int], None] | None = None) -> None:
+        """Copy pages, `(pages, page_bytes)`, into blocks; done when it returns. `came` hears of each layer."""
         ...
 
     def store(self, pages: int, runs: Sequence[Run]) -> Bytes:
@@ -44,19 +44,19 @@ class KVTensors(Protocol):
         ...
 
 
-def ordered(tensors: Mapping[str, Any]) -> list[Any]:
-    """The layers' tensors in the order of the layers.
+def ordered(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """The layers' tensors by name, in the order of the layers.
 
     Raises:
         ConfigError: names without a number, or two with the same.
     """
-    numbers: dict[int, Any] = {}
-    for name, tensor in tensors.items():
+    numbers: dict[int, str] = {}
+    for name in tensors:
         found = _NUMBER.search(name)
         if found is None or int(found[1]) in numbers:
             raise ConfigError(f"layer {name!r} has no number of its own: its place in a page is not known")
-        numbers[int(found[1])] = tensor
-    return [numbers[number] for number in sorted(numbers)]
+        numbers[int(found[1])] = name
+    return {numbers[number]: tensors[numbers[number]] for number in sorted(numbers)}
 
 
 class HostTensors:
@@ -84,14 +84,20 @@ class HostTensors:
         """See `KVTensors`: on the processor everything is computed when the engine's thread goes on."""
         return _nothing
 
-    def load(self, pages: Bytes, runs: Sequence[Run]) -> None:
+    def load(self, pages: Bytes, runs: Sequence[Run], came: Callable[[int], None] | None = None) -> None:
         """See `KVTensors`."""
-        self._form.copy(pages.view(self._element), self._layers, runs, load=True)
+        elements = pages.view(self._element)
+        for layer in range(self._form.layers):
+            self._form.copy(elements, self._layers, runs, layer, load=True)
+            if came is not None:
+                came(layer)
 
     def store(self, pages: int, runs: Sequence[Run]) -> Bytes:
         """See `KVTensors`."""
         buffer = np.empty((pages, self._form.page_bytes), np.uint8)
-        self._form.copy(buffer.view(self._element), self._layers, runs, load=False)
+        elements = buffer.view(self._element)
+        for layer in range(self._form.layers):
+            self._form.copy(elements, self._layers, runs, layer, load=False)
         return buffer
 
 

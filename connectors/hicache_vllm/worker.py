@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -12,10 +12,11 @@ import numpy as np
 from hicache.errors import HicacheError
 from hicache.rpc.client.cache import ConnectedCache
 from hicache.rpc.client.group import JoinedRequest
+from hicache_vllm.comparing import Comparison
 from hicache_vllm.copier import Copier
 from hicache_vllm.counters import Counters
-from hicache_vllm.layouts import Run, runs_of
-from hicache_vllm.plans import Load, Report, StepPlan, Store
+from hicache_vllm.layouts import runs_of
+from hicache_vllm.plans import Audit, Load, Report, StepPlan, Store
 from hicache_vllm.tensors import KVTensors
 
 __all__ = ["WorkerSide"]
@@ -36,23 +37,37 @@ class WorkerSide:
     Args:
         cache: client of the service, of this rank.
         tensors: the engine's KV tensors.
+        layers: index of each layer by vLLM's name of it.
         per_page: blocks a page.
+        comparison: for audits; None where pages cannot be compared.
         counters: gets what is counted.
     """
 
-    def __init__(self, cache: ConnectedCache, tensors: KVTensors, *, per_page: int, counters: Counters) -> None:
+    def __init__(
+        self,
+        cache: ConnectedCache,
+        tensors: KVTensors,
+        *,
+        layers: Mapping[str, int],
+        per_page: int,
+        comparison: Comparison | None,
+        counters: Counters,
+    ) -> None:
         self._cache = cache
         self._tensors = tensors
+        self._layers = layers
         self._per_page = per_page
+        self._comparison = comparison
         self._batch = max(1, BATCH_BYTES // cache.host.page_bytes)
         self._counters = counters
         self._copier = Copier()
         self._lock = threading.Lock()
-        self._waiting: dict[int, Load | Store] = {}
+        self._waiting: dict[int, Load | Store | Audit] = {}
+        self._layerwise: dict[int, int] = {}
         self._received: set[str] = set()
         self._bad: set[int] = set()
         self._report = Report()
-        self._kept: list[str] = []
+        self._kept: set[str] = set()
 
     # ---- a step
 
@@ -66,15 +81,28 @@ class WorkerSide:
         """Begin to read what former steps have computed."""
         for store in plan.stores:
             self._begin(store, self._store)
-        self._kept.extend(plan.kept)
+        for audit in plan.audits:
+            self._begin(audit, self._audit)
+        self._kept.update(plan.kept)
 
     def begin_loads(self, plan: StepPlan) -> None:
-        """Begin to bring pages."""
-        for load in plan.loads:
-            self._begin(load, self._load)
+        """Begin to bring pages; does not wait for them."""
         for load in plan.loads:
             if load.layerwise:
-                self._copier.wait_for(lambda job=load.job: job not in self._waiting, None)  # type: ignore[misc]
+                with self._lock:
+                    self._layerwise[load.job] = 0
+            self._begin(load, self._load)
+
+    def wait_for_layer(self, layer: str) -> None:
+        """Wait until the pages that this step needs have come, for one layer."""
+        number = self._layers.get(layer)
+        if self._layerwise and number is not None:
+            self._copier.wait_for(lambda: all(done > number for done in list(self._layerwise.values())), None)
+
+    def wait_for_layers(self) -> None:
+        """Wait until all pages that this step needs have come, or will not."""
+        if self._layerwise:
+            self._copier.wait_for(lambda: not self._layerwise, None)
 
     def _begin(self, work: Any, run: Callable[[Any], None]) -> None:
         with self._lock:
@@ -90,9 +118,10 @@ class WorkerSide:
 
         (self._copier.load if isinstance(work, Load) else self._copier.store)(body)
 
-    def _end(self, work: Load | Store) -> None:
+    def _end(self, work: Load | Store | Audit) -> None:
         with self._lock:
             del self._waiting[work.job]
+            self._layerwise.pop(work.job, None)
             self._report.done[work.job] += 1
             if isinstance(work, Load) and not work.layerwise:
                 self._received.add(work.request)
@@ -108,9 +137,9 @@ class WorkerSide:
             self._copier.wait_for(lambda: len(self._waiting) < before, IDLE_SECONDS)
         with self._lock:
             received, self._received = self._received, set()
-            busy = {work.request for work in self._waiting.values() if isinstance(work, Store)}
-            sent = {name for name in self._kept if name not in busy}
-            self._kept = [name for name in self._kept if name in busy]
+            busy = {work.request for work in self._waiting.values() if not isinstance(work, Load)}
+            sent = self._kept - busy
+            self._kept &= busy
         return sent, received
 
     def take_bad_blocks(self) -> set[int]:
@@ -125,45 +154,56 @@ class WorkerSide:
             report, self._report = self._report, Report()
         return report
 
-    # ---- copies
+    def close(self) -> None:
+        """End the thread; what was not copied is not."""
+        self._copier.close()
+
+    # ---- loads
 
     def _load(self, load: Load) -> None:
         begun = time.monotonic()
-        done = 0
+        done, reason = 0, "lost"
         try:
-            done = self._bring(load)
+            done = 0 if load.ticket is None else self._bring(load, load.ticket)
         except HicacheError as error:
-            self._count_failed(type(error).__name__, load, done)
+            reason = type(error).__name__
             raise
         finally:
-            with self._lock:
-                self._bad.update(load.blocks[done:])
-        if done < len(load.blocks):
-            self._count_failed("lost" if load.ticket is None or not done else "overwritten", load, done)
-        self._counters.add("load_seconds", count=time.monotonic() - begun)
-        self._counters.add("load_bytes", count=done * self._tensors.block_bytes)
+            if done < len(load.blocks):
+                self._counters.failed(f"load: {reason}", -(-(len(load.blocks) - done) // self._per_page))
+                with self._lock:
+                    self._bad.update(load.blocks[done:])
+            self._counters.add("load_seconds", count=time.monotonic() - begun)
+            self._counters.add("load_bytes", count=done * self._tensors.block_bytes)
 
-    def _count_failed(self, reason: str, load: Load, done: int) -> None:
-        self._counters.failed(f"load: {reason}", -(-(len(load.blocks) - done) // self._per_page))
-
-    def _bring(self, load: Load) -> int:
+    def _bring(self, load: Load, ticket: bytes) -> int:
         """Copy pages into blocks; how many blocks, from the first on, are right."""
-        if load.ticket is None:
-            return 0
         first, skip = divmod(load.first, self._per_page)
         pages = -(-(skip + len(load.blocks)) // self._per_page)
-        with self._cache.join(load.ticket) as joined:
-            for at in range(0, pages, self._batch):
-                count = min(self._batch, pages - at)
+        batch = pages if load.layerwise else self._batch
+        done = 0
+        with self._cache.join(ticket) as joined:
+            for at in range(0, pages, batch):
+                count = min(batch, pages - at)
                 buffer = np.empty((count, self._cache.host.page_bytes), np.uint8)
                 good = joined.read_into(buffer, first=first + at)
-                begin, end = max(at * self._per_page - skip, 0), (at + good) * self._per_page - skip
-                blocks = load.blocks[begin : max(end, begin)]
+                end = min(max((at + good) * self._per_page - skip, 0), len(load.blocks))
                 inside = skip if at == 0 else 0
-                self._tensors.load(buffer, list(runs_of(blocks, first=inside, per_page=self._per_page)))
+                runs = list(runs_of(load.blocks[done:end], first=inside, per_page=self._per_page))
+                self._tensors.load(
+                    buffer, runs, (lambda layer: self._came(load.job, layer)) if load.layerwise else None
+                )
+                done = end
                 if good < count:
-                    return begin + len(blocks)
-        return len(load.blocks)
+                    break
+        return done
+
+    def _came(self, job: int, layer: int) -> None:
+        with self._lock:
+            self._layerwise[job] = layer + 1
+        self._copier.notify()
+
+    # ---- stores and audits
 
     def _store(self, store: Store) -> None:
         begun = time.monotonic()
@@ -182,13 +222,23 @@ class WorkerSide:
         for at in range(0, pages, self._batch):
             count = min(self._batch, pages - at)
             blocks = store.blocks[at * self._per_page : (at + count) * self._per_page]
-            runs: Sequence[Run] = list(runs_of(blocks, first=0, per_page=self._per_page))
-            buffer = self._tensors.store(count, runs)
+            buffer = self._tensors.store(count, list(runs_of(blocks, first=0, per_page=self._per_page)))
             written = joined.write_from(buffer, first=store.first + at)
             if written < count:
                 return at + written
         return pages
 
-    def close(self) -> None:
-        """End the thread; what was not copied is not."""
-        self._copier.close()
+    def _audit(self, audit: Audit) -> None:
+        outcome = "failed"
+        try:
+            cached = np.empty((1, self._cache.host.page_bytes), np.uint8)
+            with self._cache.join(audit.ticket) as joined:
+                there = joined.read_into(cached, first=audit.page)
+            if there and self._comparison is not None:
+                computed = self._tensors.store(1, list(runs_of(audit.blocks, first=0, per_page=self._per_page)))
+                outcome = self._comparison.outcome(cached[0], computed[0])
+            else:
+                outcome = "lost"
+        finally:
+            with self._lock:
+                self._report.audited[outcome] += 1

@@ -1,0 +1,62 @@
+"""A worker that cannot take part: it says why, fails what is asked of it, and keeps the engine from waiting."""
+
+from __future__ import annotations
+
+from hicache_vllm.plans import Load, Report, StepPlan
+
+__all__ = ["AbsentWorker"]
+
+
+class AbsentWorker:
+    """Has the methods of `WorkerSide`.
+
+    Args:
+        why: nothing is read or written.
+    """
+
+    def __init__(self, why: str) -> None:
+        self._why = why
+        self._told = False
+        self._loads: list[Load] = []
+        self._kept: set[str] = set()
+        self._report = Report()
+
+    def fence(self, plan: StepPlan) -> None:
+        """Nothing is being read."""
+
+    def begin_stores(self, plan: StepPlan) -> None:
+        """They are over at once."""
+        self._report.done.update([*(store.job for store in plan.stores), *(audit.job for audit in plan.audits)])
+        self._kept.update(plan.kept)
+
+    def begin_loads(self, plan: StepPlan) -> None:
+        """They fail."""
+        self._loads.extend(plan.loads)
+        self._report.done.update(load.job for load in plan.loads)
+
+    def wait_for_layer(self, layer: str) -> None:
+        """Nothing comes."""
+
+    def wait_for_layers(self) -> None:
+        """Nothing comes."""
+
+    def take_finished(self, *, idle: bool) -> tuple[set[str], set[str]]:
+        """See `WorkerSide`."""
+        del idle
+        sent, self._kept = self._kept, set()
+        return sent, {load.request for load in self._loads if not load.layerwise}
+
+    def take_bad_blocks(self) -> set[int]:
+        """See `WorkerSide`."""
+        loads, self._loads = self._loads, []
+        return {block for load in loads for block in load.blocks}
+
+    def take_report(self) -> Report:
+        """See `WorkerSide`; the first one has the reason."""
+        report, self._report = self._report, Report()
+        if not self._told:
+            self._told, report.refused = True, self._why
+        return report
+
+    def close(self) -> None:
+        """Nothing to end."""
