@@ -1,0 +1,150 @@
+"""A chat of several turns in transformers, with and without hicache: `python transformers_chat.py MODEL`.
+
+It runs where transformers and hicache are installed. Both ways answer each turn from the same messages, one after the
+other, and swap who begins. Exit code 1 where the text differs, or a turn computes more than its new tokens and the rest
+of a page. `--json` prints one document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hicache_transformers import PrefixCache
+
+SYSTEM = (
+    "You are a patient guide to a small town. "
+    + " ".join(
+        f"House {n} stands in street {n % 9}, has {n % 5 + 1} floors and belongs to family {n % 13}." for n in range(24)
+    )
+    + " Answer in one short sentence."
+)
+TURNS = (
+    "Hello! Who are you, and what do you know about?",
+    "How many floors has house 3?",
+    "And which family does house 14 belong to?",
+    "Tell me which street house 20 stands in, please.",
+    "Which of the two houses 5 and 9 has more floors?",
+    "Describe the way from street 1 to street 7 in a few words.",
+    "What would you show a visitor first, and why?",
+    "Thank you. Sum up what we talked about.",
+)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One turn: tokens of the prompt, those that are new, those that were computed; seconds without a cache and with.
+
+    `first` is the time to the first new token, `all` that to the last.
+    """
+
+    number: int
+    prompt: int
+    new: int
+    computed: int
+    first_without: float
+    first_with: float
+    all_without: float
+    all_with: float
+    same: bool
+
+
+class FirstToken:
+    """A streamer that notes when the first new token came."""
+
+    def __init__(self) -> None:
+        self.started = time.perf_counter()
+        self.puts = 0
+        self.seconds = 0.0
+
+    def put(self, _: Any) -> None:
+        self.puts += 1
+        if self.puts == 2:  # the first is the prompt
+            self.seconds = time.perf_counter() - self.started
+
+    def end(self) -> None:
+        """Nothing to do."""
+
+
+def chat(model: Any, tokenizer: Any, cache: PrefixCache, *, turns: int, new_tokens: int) -> list[Turn]:
+    messages = [{"role": "system", "content": SYSTEM}]
+    settings = {"max_new_tokens": new_tokens, "do_sample": False}
+    fed = 0  # leading tokens of the prompt that the model has seen in the turn before
+    before: torch.Tensor = torch.empty(0, dtype=torch.long)
+    found = []
+    for number in range(turns):
+        messages.append({"role": "user", "content": TURNS[number % len(TURNS)]})
+        prompt = tokenize(tokenizer, messages)
+        ids = prompt["input_ids"][0]
+        common = min(len(ids), len(before))
+        fed = int((ids[:common] == before[:common]).long().cumprod(0).sum())
+        first, seconds, outputs = {}, {}, {}
+        for way in ("with", "without") if number % 2 else ("without", "with"):
+            reused = cache.statistics().reused_tokens
+            streamer = FirstToken()
+            outputs[way] = (cache if way == "with" else model).generate(**prompt, **settings, streamer=streamer)[0]
+            seconds[way] = time.perf_counter() - streamer.started
+            first[way] = streamer.seconds
+            if way == "with":
+                computed = len(ids) - (cache.statistics().reused_tokens - reused)
+        same = torch.equal(outputs["with"], outputs["without"])
+        times = (first["without"], first["with"], seconds["without"], seconds["with"])
+        found.append(Turn(number + 1, len(ids), len(ids) - fed, computed, *times, same))
+        before = outputs["with"][:-1]  # the last one was never fed
+        messages.append({"role": "assistant", "content": tokenizer.decode(outputs["with"][len(ids) :], True).strip()})
+    return found
+
+
+def tokenize(tokenizer: Any, messages: list[dict[str, str]]) -> Any:
+    if tokenizer.chat_template is None:
+        text = "".join(f"{message['role']}: {message['content']}\n" for message in messages)
+        return tokenizer(text, return_tensors="pt")
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="A chat in transformers, with and without hicache.")
+    parser.add_argument("model", help="folder of a model")
+    parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--new-tokens", type=int, default=24, help="tokens that each turn answers with, at most")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args()
+    tokenizer = AutoTokenizer.from_pretrained(given.model)
+    model = AutoModelForCausalLM.from_pretrained(given.model, dtype=given.dtype)
+    with tempfile.TemporaryDirectory(prefix="hicache-chat-") as folder:
+        storage = f"file://{folder}?capacity=4GiB"
+        with PrefixCache(model, storage=storage, page_size=given.page_size, name="chat", revision="1") as cache:
+            warm = tokenizer("warm", return_tensors="pt")
+            model.generate(**warm, max_new_tokens=2, do_sample=False)
+            turns = chat(model, tokenizer, cache, turns=given.turns, new_tokens=given.new_tokens)
+    small = [turn.computed < turn.new + given.page_size for turn in turns]
+    ok = all(turn.same for turn in turns) and all(small)
+    if given.json:
+        print(json.dumps({"ok": ok, "threads": torch.get_num_threads(), "turns": [asdict(turn) for turn in turns]}))
+        return 0 if ok else 1
+    print("turn  prompt  new  computed    first token, s     whole turn, s  text")
+    print("                            without     with  without     with")
+    for turn in turns:
+        text = "same" if turn.same else "ANOTHER"
+        print(
+            f"{turn.number:4}  {turn.prompt:6}  {turn.new:3}  {turn.computed:8}  {turn.first_without:7.2f}"
+            f"  {turn.first_with:7.2f}  {turn.all_without:7.2f}  {turn.all_with:7.2f}  {text}"
+        )
+    names = ("first_without", "first_with", "all_without", "all_with")
+    print("all" + " " * 25 + "".join(f"{sum(getattr(turn, name) for turn in turns):7.2f}  " for name in names))
+    print(f"{given.dtype}, {torch.get_num_threads()} threads, pages of {given.page_size} tokens")
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
