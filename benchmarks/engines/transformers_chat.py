@@ -1,23 +1,28 @@
-"""A chat of several turns in transformers, with and without hicache: `python transformers_chat.py MODEL`.
+"""A chat of several turns in transformers, with and without hicache, and a table of the time of each turn.
 
-It runs where transformers and hicache are installed. Both ways answer each turn from the same messages, one after the
-other, and swap who begins. Exit code 1 where the text differs, or a turn computes more than its new tokens and the rest
-of a page. `--json` prints one document.
+    PYTHONPATH=. python benchmarks/engines/transformers_chat.py MODEL
+
+It runs where transformers and hicache are installed; `make engines` runs it too. Both ways answer each turn from the
+same messages, one after the other, and swap who begins. Exit code 1 where the text differs, or a turn computes more
+than its new tokens and the rest of a page.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.measure import Row, row
 from hicache_transformers import PrefixCache
 
 SYSTEM = (
@@ -110,28 +115,38 @@ def tokenize(tokenizer: Any, messages: list[dict[str, str]]) -> Any:
     return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description="A chat in transformers, with and without hicache.")
-    parser.add_argument("model", help="folder of a model")
-    parser.add_argument("--turns", type=int, default=8)
-    parser.add_argument("--new-tokens", type=int, default=24, help="tokens that each turn answers with, at most")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--page-size", type=int, default=16)
-    parser.add_argument("--json", action="store_true")
-    given = parser.parse_args()
+def measured(given: argparse.Namespace) -> list[Turn]:
     tokenizer = AutoTokenizer.from_pretrained(given.model)
     model = AutoModelForCausalLM.from_pretrained(given.model, dtype=given.dtype)
     with tempfile.TemporaryDirectory(prefix="hicache-chat-") as folder:
         storage = f"file://{folder}?capacity=4GiB"
-        with PrefixCache(model, storage=storage, page_size=given.page_size, name="chat", revision="1") as cache:
-            warm = tokenizer("warm", return_tensors="pt")
-            model.generate(**warm, max_new_tokens=2, do_sample=False)
-            turns = chat(model, tokenizer, cache, turns=given.turns, new_tokens=given.new_tokens)
-    small = [turn.computed < turn.new + given.page_size for turn in turns]
-    ok = all(turn.same for turn in turns) and all(small)
-    if given.json:
-        print(json.dumps({"ok": ok, "threads": torch.get_num_threads(), "turns": [asdict(turn) for turn in turns]}))
-        return 0 if ok else 1
+        with PrefixCache(model, storage=storage, page_size=given.page_size) as cache:
+            model.generate(**tokenizer("warm", return_tensors="pt"), max_new_tokens=2, do_sample=False)
+            return chat(model, tokenizer, cache, turns=given.turns, new_tokens=given.new_tokens)
+
+
+def figures(turns: list[Turn], page_size: int) -> list[Row]:
+    """Rows for `make engines`: what must hold, and the times."""
+    most = max(turn.computed - turn.new for turn in turns)
+    rows = [
+        row(
+            "chat: turns with the text of no cache",
+            sum(turn.same for turn in turns),
+            "turns",
+            bar=len(turns),
+            at_least=True,
+        ),
+        row("chat: most tokens computed beside a turn's new ones", most, "tokens", bar=page_size - 1),
+    ]
+    for turn in turns[1:]:
+        name = f"chat: turn {turn.number}, {turn.prompt} tokens, {turn.computed} computed, to the first token"
+        rows.append(row(name, turn.first_with, "s", bar=turn.first_without, reference=turn.first_without))
+    without, with_cache = (sum(getattr(turn, name) for turn in turns) for name in ("all_without", "all_with"))
+    rows.append(row("chat: all turns, to the last token", with_cache, "s", bar=without, reference=without))
+    return rows
+
+
+def table(turns: list[Turn], given: argparse.Namespace) -> None:
     print("turn  prompt  new  computed    first token, s     whole turn, s  text")
     print("                            without     with  without     with")
     for turn in turns:
@@ -143,7 +158,23 @@ def main() -> int:
     names = ("first_without", "first_with", "all_without", "all_with")
     print("all" + " " * 25 + "".join(f"{sum(getattr(turn, name) for turn in turns):7.2f}  " for name in names))
     print(f"{given.dtype}, {torch.get_num_threads()} threads, pages of {given.page_size} tokens")
-    return 0 if ok else 1
+
+
+def main() -> int:
+    engines = os.environ.get("HICACHE_ENGINES") or str(Path(__file__).resolve().parents[2] / ".engines")
+    parser = argparse.ArgumentParser(description="A chat in transformers, with and without hicache.")
+    parser.add_argument("model", nargs="?", default=f"{engines}/models/smollm2", help="folder of a model")
+    parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--new-tokens", type=int, default=24, help="tokens that each turn answers with, at most")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--page-size", type=int, default=16)
+    given = parser.parse_args()
+    turns = measured(given)
+    table(turns, given)
+    rows = figures(turns, given.page_size)
+    if "HICACHE_ROWS" in os.environ:
+        Path(os.environ["HICACHE_ROWS"]).write_text(json.dumps([one.as_dict() for one in rows]))
+    return 0 if all(one.ok for one in rows[:2]) else 1
 
 
 if __name__ == "__main__":
