@@ -21,6 +21,7 @@ heavy = {"torch", "cupy", "grpc", "redis", "rich"} & set(sys.modules)
 assert not heavy, f"import hicache loads {heavy}"
 assert importlib.util.find_spec("hicache_redis"), "the Redis backend is not in the wheel"
 assert importlib.util.find_spec("hicache_sglang.engine"), "the SGLang plug-in is not in the wheel"
+assert importlib.util.find_spec("hicache_transformers"), "the connector for transformers is not in the wheel"
 """
 
 

@@ -13,7 +13,7 @@ import pytest
 
 import hicache
 
-SHIPPED = ("hicache", "storage_backends/hicache_file", "connectors/hicache_sglang")
+SHIPPED = ("hicache", "storage_backends/hicache_file", "connectors/hicache_sglang", "connectors/hicache_transformers")
 HEAVY = {"torch", "cupy", "grpc", "redis", "rich"}
 LONGEST_MODULE = 500
 
@@ -31,7 +31,10 @@ def run_python(code: str, folder: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("module", ["hicache", "hicache_file", "hicache_sglang", "hicache.cli", "hicache.cli.replay"])
+@pytest.mark.parametrize(
+    "module",
+    ["hicache", "hicache_file", "hicache_sglang", "hicache_transformers", "hicache.cli", "hicache.cli.replay"],
+)
 def test_import_is_light(module: str, tmp_path: Path) -> None:
     loaded = run_python(f"import sys, {module}; print(*sys.modules)", tmp_path).split()
     assert not HEAVY & {name.split(".", maxsplit=1)[0] for name in loaded}
@@ -66,6 +69,11 @@ def test_backends_are_found_and_load() -> None:
 def test_connectors_are_found_and_load_without_an_engine() -> None:
     found = {entry.name: entry for entry in entry_points(group="hicache.connectors")}
     assert found["sglang"].load().__all__ == ["HiCacheStorageBackend"]
+    transformers = found["transformers"].load()
+    assert dir(transformers) == sorted(transformers.__all__) == ["Prefix", "PrefixCache", "Statistics"]
+    assert all(getattr(transformers, name) for name in transformers.__all__)
+    with pytest.raises(AttributeError, match="nothing"):
+        getattr(transformers, "nothing")  # noqa: B009
 
 
 @pytest.mark.case("SEC-1")
