@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,13 @@ from sglang_pools import Engine
 @pytest.fixture
 def storage(tmp_path: Path) -> str:
     return f"file://{tmp_path}/kv?capacity=64MiB"
+
+
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """A short path: sockets have at most 107 bytes."""
+    with tempfile.TemporaryDirectory(prefix="hc") as name:
+        yield Path(name)
 
 
 @pytest.fixture

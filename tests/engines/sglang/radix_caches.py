@@ -1,7 +1,8 @@
 """SGLang's real radix cache and hybrid controller on a CPU, device pool and storage threads included. Not a test.
 
 What needs a GPU is replaced: the copies between device and host pool by plain torch, and the pinning of memory by
-nothing. `python radix_caches.py URL LAYOUT TOKENS` reads a prompt from storage in a process of its own.
+nothing. `python radix_caches.py URL LAYOUT KIND TOKENS` reads a prompt from storage in a process of its own. URL may be
+the address of a service; KIND is "full", or "window" or "recurrent" for a model whose every second layer is that.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ import torch
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.pool_host import base, common, mha
 from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_cache.components.base import ComponentType
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 from sglang.test.kits.unified_radix_cache.config import CacheConfig
 
-LAYERS, PAGE, SLOTS = 2, 4, 128
+LAYERS, PAGE, SLOTS = 4, 4, 128
+BESIDE = {"window": (ComponentType.SWA,), "recurrent": (ComponentType.MAMBA,)}
 PATIENCE = 60.0  # seconds of the engine's own threads
 
 
@@ -51,23 +54,32 @@ def _load(
 class RadixCache:
     """One engine's cache: what an engine computes is put in, what it needs is brought up."""
 
-    def __init__(self, storage: str, layout: str) -> None:
+    def __init__(self, storage: str, layout: str, kind: str) -> None:
+        self._window = kind == "window"
+        page = 1 if kind == "recurrent" else PAGE  # a state stands at the end of a sequence, wherever that is
         self.cache, self._allocator, _ = fixtures.build_fixture(
-            CacheConfig(page_size=PAGE, num_layers=LAYERS, kv_size=SLOTS)
+            CacheConfig(
+                page_size=page,
+                num_layers=LAYERS,
+                kv_size=SLOTS,
+                components=(ComponentType.FULL, *BESIDE.get(kind, ())),
+                full_attention_layer_ids=tuple(range(1, LAYERS, 2)),
+                sliding_window_size=PAGE if self._window else None,
+            )
         )
         extra = {
+            ("address" if storage.startswith("unix:") else "storage"): storage,
             "backend_name": "hicache",
             "module_path": "hicache_sglang",
             "class_name": "HiCacheStorageBackend",
             "interface_v1": 1,
             "hicache_storage_pass_prefix_keys": True,
             "prefetch_threshold": 1,
-            "storage": storage,
             "model": "example/tiny",
         }
         arguments = ServerArgs(
             model_path="dummy",
-            page_size=PAGE,
+            page_size=page,
             hicache_io_backend="kernel",
             hicache_mem_layout=layout,
             hicache_write_policy="write_through",
@@ -85,12 +97,15 @@ class RadixCache:
 
     def compute(self, tokens: list[int]) -> str:
         """Put a prompt's pages in device memory and bring them down to storage. A digest of their bytes."""
-        slots = self._allocator.alloc(len(tokens))
-        pool = self._allocator.get_kvcache()
-        for layer in range(LAYERS):
-            for buffer in (pool.get_key_buffer(layer), pool.get_value_buffer(layer)):
-                buffer[slots] = torch.randn_like(buffer[slots])
-        self.cache.insert(InsertParams(key=_key(tokens), value=slots))
+        slots = self._slots(len(tokens))
+        for pool in self._pools():
+            for buffer in (*pool.k_buffer, *pool.v_buffer):
+                buffer.copy_(torch.randn_like(buffer))
+        evicted = {}
+        if self._window:  # as an engine does with what its window has left behind
+            evicted = {ComponentType.SWA: len(tokens) - PAGE}
+            self._allocator.free_swa(slots[:-PAGE])
+        self.cache.insert(InsertParams(key=_key(tokens), value=slots, component_evicted_seqlens=evicted))
         node = self._match(tokens).last_device_node
         chain = []
         while node != self.cache.root_node_handle():
@@ -116,14 +131,30 @@ class RadixCache:
         return int(self._match(tokens).device_prefix_len)
 
     def digest(self, tokens: list[int]) -> str:
-        """Of all layers' keys and values in device memory, in the prompt's order."""
+        """Of all keys and values in device memory that the prompt's next token needs, in the prompt's order."""
         slots = self.cache.path_device_indices(self._match(tokens).last_device_node)
-        pool = self._allocator.get_kvcache()
+        needed = [slots, self._allocator.full_to_swa_index_mapping[slots[-PAGE:]]] if self._window else [slots]
         found = sha256()
-        for layer in range(LAYERS):
-            for buffer in (pool.get_key_buffer(layer), pool.get_value_buffer(layer)):
-                found.update(buffer[slots].contiguous().view(torch.uint8).numpy())
+        for pool, places in zip(self._pools(), needed, strict=True):
+            assert bool((places > 0).all())  # slot 0 is nobody's
+            for buffer in (*pool.k_buffer, *pool.v_buffer):
+                found.update(buffer[places].contiguous().view(torch.uint8).numpy())
         return found.hexdigest()
+
+    def _pools(self) -> list[Any]:
+        pool = self._allocator.get_kvcache()
+        return [pool.full_kv_pool, pool.swa_kv_pool] if self._window else [pool]
+
+    def _slots(self, count: int) -> torch.Tensor:
+        """Slots of so many tokens; in the pool of the window too, where there is one."""
+        if not self._window:
+            slots: torch.Tensor = self._allocator.alloc(count)
+            return slots
+        full, window = (
+            one.alloc(count) for one in (self._allocator.full_attn_allocator, self._allocator.swa_attn_allocator)
+        )
+        self._allocator.full_to_swa_index_mapping[full] = window
+        return full
 
     def close(self) -> None:
         self.cache.cache_controller.detach_storage_backend()
@@ -142,7 +173,7 @@ class RadixCache:
 
 
 @contextmanager
-def radix_cache(storage: str, layout: str) -> Iterator[RadixCache]:
+def radix_cache(storage: str, layout: str, kind: str = "full") -> Iterator[RadixCache]:
     """A cache in a process of one rank, without what needs a GPU."""
     with (
         mock.patch.object(fixtures, "get_device", return_value="cpu"),
@@ -153,7 +184,7 @@ def radix_cache(storage: str, layout: str) -> Iterator[RadixCache]:
         mock.patch.object(mha.MHATokenToKVPoolHost, "load_to_device_per_layer", _load),
         get_parallel().override(tp_rank=0, tp_size=1, pp_rank=0, pp_size=1),
     ):
-        one = RadixCache(storage, layout)
+        one = RadixCache(storage, layout, kind)
         try:
             yield one
         finally:
@@ -165,6 +196,6 @@ def _key(tokens: list[int]) -> RadixKey:
 
 
 if __name__ == "__main__":
-    prompt = [int(token) for token in sys.argv[3].split(",")]
-    with radix_cache(sys.argv[1], sys.argv[2]) as reader:
+    prompt = [int(token) for token in sys.argv[4].split(",")]
+    with radix_cache(*sys.argv[1:4]) as reader:
         print(reader.fetch(prompt), reader.digest(prompt))

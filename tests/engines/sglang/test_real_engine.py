@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 from array import array
@@ -14,7 +15,14 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt.managers.cache_controller import PrefetchOperation, StorageOperation
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo, HiCacheStorageFailureInjector
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheFile,
+    HiCacheStorageExtraInfo,
+    HiCacheStorageFailureInjector,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransfer,
+)
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_hash_str
 from sglang.srt.observability.metrics_collector import StorageMetrics
@@ -285,15 +293,47 @@ def test_statistics_are_what_the_scheduler_logs(engine: Callable[..., Any]) -> N
     assert first.backend.get_stats().prefetch_pgs == []
 
 
-def test_a_pool_beside_the_cache_switches_storage_off(
-    engine: Callable[..., Any], caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("layout", MHA_LAYOUTS)
+def test_a_pool_of_pages_beside_the_cache_is_stored_too(layout: str, engine: Callable[..., Any]) -> None:
+    """Through the interface for several pools: bit-exact, and restorable where SGLang's own backend says so."""
+    pools = [make_mha(layout), make_mha(layout, layers=2, heads=2)]
+    first = engine(pools[0])
+    first.backend.register_mem_host_pool_v2(pools[0], PoolName.KV)
+    first.backend.register_mem_host_pool_v2(pools[1], PoolName.SWA)
+    both = [PoolTransfer(PoolName.KV, SOURCE, keys=KEYS), PoolTransfer(PoolName.SWA, SOURCE[PAGE:], keys=KEYS[1:])]
+    assert first.backend.batch_set_v2(both) == {"kv": [True] * PAGES, "swa": [True] * (PAGES - 1)}
+    window = PoolTransfer(PoolName.SWA, keys=KEYS[-1:], hit_policy=PoolHitPolicy.TRAILING_PAGES)
+    found = first.backend.batch_exists_v2(KEYS, [window])
+    assert (found.kv_hit_pages, found.restorable_prefix_pages) == (PAGES, list(range(2, PAGES + 1)))
+    moved = [PoolTransfer(PoolName.KV, TARGET, keys=KEYS), PoolTransfer(PoolName.SWA, TARGET[PAGE:], keys=KEYS[1:])]
+    assert first.backend.batch_get_v2(moved) == {"kv": [True] * PAGES, "swa": [True] * (PAGES - 1)}
+    assert same(written(pools[0]), loaded(pools[0]))
+    assert same(written(pools[1])[1:], loaded(pools[1])[1:])
+
+
+def test_lengths_are_restorable_where_sglangs_own_backend_finds_them(
+    engine: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """A hybrid model's state is not half stored: one line says so, and every answer is a miss."""
-    first = engine(make_mha())
-    first.backend.register_mem_host_pool_v2(make_mha(), "swa")
-    assert "runs without a cache" in caplog.text
-    assert first.backend.batch_exists(KEYS) == 0
-    assert first.backend.batch_set_v1(KEYS, SOURCE) == [False] * PAGES
+    """For random holes in both pools, both policies: the same answers as its file backend gives."""
+    chance = random.Random(3)
+    for turn in range(12):
+        pools = [make_mha(), make_mha(layers=2)]
+        ours = engine(pools[0], extra={"revision": str(turn)}).backend
+        theirs = HiCacheFile(ours._config, str(tmp_path / f"theirs{turn}"))
+        keys = get_hash_str(list(range(8 * PAGE)), None, page_size=PAGE)
+        for one in (ours, theirs):
+            one.register_mem_pool_host(pools[0])
+            for name, pool in zip((PoolName.KV, PoolName.SWA), pools, strict=True):
+                one.register_mem_host_pool_v2(pool, name)
+        for name, there in ((PoolName.KV, 0.9), (PoolName.SWA, 0.6)):
+            stored = [key for key in keys if chance.random() < there]
+            transfers = [PoolTransfer(name, torch.arange(len(stored) * PAGE), keys=stored)]
+            assert all(ours.batch_set_v2(transfers)[name])
+            assert all(theirs.batch_set_v2(transfers)[name])
+        for policy in (PoolHitPolicy.ALL_PAGES, PoolHitPolicy.TRAILING_PAGES):
+            for window in (1, 2, 3):
+                asked = [PoolTransfer(PoolName.SWA, keys=keys[:window], hit_policy=policy)]
+                assert ours.batch_exists_v2(keys, asked) == theirs.batch_exists_v2(keys, asked)
 
 
 def test_an_unknown_kind_of_pool_is_refused(engine: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
