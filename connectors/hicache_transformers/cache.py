@@ -38,8 +38,8 @@ class PrefixCache:
         page_size: tokens a page, the unit of reuse: up to so many tokens behind the last whole page are computed
             again.
         name: name under which pages are shared; by default where the model was loaded from.
-        revision: commit or digest of the weights; by default that of the model's folder or of the hub. Give one where
-            weights were changed in memory after loading.
+        revision: commit or digest of the weights; by default that of the model's folder, of what is in memory where
+            that is something else, or of the hub.
         numerics: which kernels may share pages; by default `transformers/ATTENTION/DTYPE`. Engines that are given the
             same text share pages: say so only where their results may be mixed.
         tenant: whose pages these are, unless a call says otherwise.
@@ -214,7 +214,7 @@ class PrefixCache:
         try:
             if self._closed:
                 raise Bypass("closed", "the cache is closed")
-            self._watch.check(adapter_given=whose.adapter is not None)
+            self._watch.check(whose.adapter)
             check_arguments(model, config, arguments)
             mask = arguments.get("attention_mask")
             rows = read_rows(inputs, mask, pad_token=inferred_padding(model, config, arguments))

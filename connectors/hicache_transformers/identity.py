@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from hashlib import sha256
-from typing import Any, Final
-
-import torch
+import os
+from typing import Any
 
 from hicache.core.identity import Namespace
 from hicache.core.layout import KVGeometry
-from hicache.errors import ConfigError
 from hicache.runtime.modelconfig import deciding_settings, model_and_revision, quantization_of
 from hicache_transformers.model import ModelShape, text_config
+from hicache_transformers.weights import differ_from_folder, weights_revision
 
-__all__ = ["identify", "weights_revision"]
-
-_SAMPLES: Final = 16
-_SAMPLE: Final = 1024  # elements
+__all__ = ["identify"]
 
 
 def identify(
@@ -58,8 +53,12 @@ def identify(
     )
     config = text_config(model.config)
     found, known, warnings = model_and_revision(name, revision, model.config)
+    folder = getattr(model.config, "_name_or_path", None)
     if found is None:  # made in memory, and nobody else can have it by a name
         found, known = f"transformers/{type(model).__name__}", revision or weights_revision(model)
+    elif revision is None and folder and os.path.isdir(folder) and differ_from_folder(model, folder):
+        known = weights_revision(model)
+        warnings.append(f"the weights are not those in {folder}: their pages are named by what is in memory")
     namespace = Namespace(
         found,
         revision=known,
@@ -70,28 +69,6 @@ def identify(
         numerics=numerics or _numerics(config, shape),
     )
     return namespace, warnings
-
-
-def weights_revision(model: Any) -> str:
-    """Digest of a model's weights in memory: each parameter's name, shape, dtype, and 16 samples of its elements.
-
-    Returns:
-        `weights-` and 32 hex digits.
-
-    Raises:
-        ConfigError: they cannot be read.
-    """
-    digest = sha256(b"hicache-weights-v1")
-    try:
-        for name, tensor in sorted(model.named_parameters()):
-            digest.update(f"{name}|{tuple(tensor.shape)}|{tensor.dtype}|".encode())
-            flat = tensor.detach().reshape(-1)
-            last = max(0, flat.numel() - _SAMPLE)
-            for at in sorted({last * i // (_SAMPLES - 1) for i in range(_SAMPLES)}):
-                digest.update(flat[at : at + _SAMPLE].cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    except (RuntimeError, TypeError, NotImplementedError) as error:
-        raise ConfigError(f"the weights cannot be read for a digest ({error}): give name= and revision=") from error
-    return f"weights-{digest.hexdigest()[:32]}"
 
 
 def _numerics(config: Any, shape: ModelShape) -> str:

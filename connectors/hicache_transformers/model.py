@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import torch
 
+from hicache.core.identity import Adapter
 from hicache.errors import ConfigError
 from hicache.runtime.modelconfig import rope_types
 from hicache_transformers.rows import Bypass
@@ -121,8 +122,11 @@ class ModelWatch:
         self._attention = attention_of(model)
         self._weights = self._marks()
 
-    def check(self, *, adapter_given: bool) -> None:
+    def check(self, adapter: Adapter | None) -> None:
         """See that the model may use the cache now.
+
+        Args:
+            adapter: whose weights are active, as far as the caller says.
 
         Raises:
             Bypass: it may not.
@@ -130,7 +134,11 @@ class ModelWatch:
         model = self._model
         if getattr(model, "training", False):
             raise Bypass("training", "the model is in training mode, where dropout decides: call model.eval()")
-        if not adapter_given and _has_adapter(model):
+        if adapter is not None and adapter.digest is None:
+            raise Bypass(
+                "adapter", f"adapter {adapter.name!r:.60} has no digest: the name alone may mean other weights"
+            )
+        if adapter is None and _has_adapter(model):
             raise Bypass(
                 "adapter", "the model has adapters: say which weights are in use by adapter=hicache.Adapter(...)"
             )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +12,9 @@ import torch
 
 import hicache
 from hicache.errors import ConfigError
-from hicache_transformers.identity import identify, weights_revision
+from hicache_transformers.identity import identify
 from hicache_transformers.model import describe_model
+from hicache_transformers.weights import differ_from_folder, weights_revision
 
 PROMPT = torch.arange(2, 40)[None]
 
@@ -202,3 +205,54 @@ def test_a_model_that_only_has_a_name_is_warned_about(tiny_model: Any, opened: A
 def test_weights_that_cannot_be_read_need_a_name_and_a_revision(tiny_model: Any) -> None:
     with pytest.raises(ConfigError, match="give name= and revision="):
         weights_revision(tiny_model().to("meta"))
+
+
+def saved(model: Any, folder: Path, *, dtype: torch.dtype | None = None, junk: bytes = b"") -> str:
+    """The model's weights as a safetensors file, and a configuration beside it."""
+    names = {torch.float32: "F32", torch.bfloat16: "BF16"}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    payload = b""
+    for name, tensor in model.named_parameters():
+        data = tensor.detach().to(dtype or tensor.dtype).contiguous()
+        content = data.view(torch.uint8).numpy().tobytes()
+        ends = [len(payload), len(payload) + len(content)]
+        header[name] = {"dtype": names[data.dtype], "shape": list(data.shape), "data_offsets": ends}
+        payload += content
+    text = json.dumps(header).encode()
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(junk or len(text).to_bytes(8, "little") + text + payload)
+    model.config._name_or_path = str(folder)
+    return str(folder)
+
+
+@pytest.mark.case("KEY-2")
+def test_weights_changed_before_opening_have_names_of_their_own(tiny_model: Any, tmp_path: Path) -> None:
+    model = tiny_model()
+    folder = saved(model, tmp_path)
+    loaded, warnings = named(model)
+    assert (loaded.revision or "").startswith("folder-")
+    assert loaded.model == folder
+    assert not warnings
+    with torch.no_grad():
+        model.projections[1][2].weight.mul_(1.01)
+    trained, (warning,) = named(model)
+    assert trained.revision == weights_revision(model)
+    assert "are not those in" in warning
+    assert named(model, revision="mine")[0].revision == "mine"
+    assert not named(model, revision="mine")[1]
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
+def test_loading_in_another_dtype_is_no_change(tiny_model: Any, tmp_path: Path, dtypes: Any) -> None:
+    kept, loaded = dtypes
+    model = tiny_model()
+    folder = saved(model, tmp_path, dtype=kept)
+    assert not differ_from_folder(model.to(kept).to(loaded), folder)
+    assert differ_from_folder(tiny_model(seed=1), folder)
+
+
+@pytest.mark.parametrize(
+    "junk", [b"x", b"\xff" * 64, (4).to_bytes(8, "little") + b"[[]]", (2).to_bytes(8, "little") + b"{}"]
+)
+def test_files_that_cannot_be_compared_say_nothing(tiny_model: Any, tmp_path: Path, junk: bytes) -> None:
+    assert not differ_from_folder(tiny_model(), saved(tiny_model(), tmp_path, junk=junk))
