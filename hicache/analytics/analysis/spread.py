@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -37,6 +38,12 @@ class Spread:
         """Ready for JSON: `p50` and so on are names."""
         named = {f"p{percent}": value for percent, value in self.percentiles}
         return {"count": self.count, "mean": self.mean, "min": self.least, **named, "max": self.most}
+
+    @classmethod
+    def parse(cls, document: Mapping[str, Any]) -> Spread:
+        """Back from `document`."""
+        shares = tuple((int(name[1:]), value) for name, value in document.items() if name[0] == "p")
+        return cls(document["count"], document["mean"], document["min"], document["max"], shares)
 
 
 def spread(values: Any, weights: Any = None) -> Spread:

@@ -1,0 +1,144 @@
+"""What a simulation suggests, in words with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from hicache.analytics.analysis.knee import WORTH_DOUBLING, knee
+from hicache.analytics.result import rate
+from hicache.analytics.simulate.flight import OTHER_INSTANCE
+from hicache.analytics.simulate.result import SimulationResult
+from hicache.analytics.simulate.settings import SimulationSettings
+from hicache.records import MissReason
+from hicache.runtime.storage_io import QUEUE_FULL
+
+WORTH_SAYING: Final = 0.01
+"""Share of the pages asked below which a reason of misses is not worth a sentence."""
+MOSTLY: Final = 0.5
+SIZES: Final = ("device", "host", "storage")
+_UNLIMITED: Final = float("inf")
+
+
+def advice(result: SimulationResult) -> Iterator[str]:
+    """What would help one simulated cache, the largest reason first."""
+    asked = result.pages_asked
+    if not asked:
+        yield "Nothing was asked, so nothing can be said."
+        return
+    found = sorted(((pages, reason) for reason, pages in result.misses_by_reason.items()), reverse=True)
+    for pages, reason in found:
+        share = rate(pages, asked)
+        if share >= WORTH_SAYING:
+            yield f"{100 * share:.1f} % of the pages asked were missed as {reason}: {_remedy(reason, result.settings)}."
+    if (shed := result.shed_by_reason.get(QUEUE_FULL, 0)) > result.pages_put:
+        yield (
+            f"{shed:,} pages were not put to storage, as it had not yet written those before: it takes less than what "
+            f"is computed; --admission 2 puts less, a larger --storage-write takes more."
+        )
+    admits = result.settings.admission or 1
+    if admits == 1 and result.pages_put and result.pages_put_never_read > MOSTLY * result.pages_put:
+        share = rate(result.pages_put_never_read, result.pages_put)
+        yield (
+            f"{100 * share:.0f} % of the pages put to storage were never read: --admission 2 writes down only what was "
+            f"used again, which saves writes and costs the second use."
+        )
+    before, after = result.first_token_seconds_without.mean, result.first_token_seconds.mean
+    if after > before:
+        yield (
+            f"The mean time to the first token is longer with these tiers ({after:.3f} s) than without any "
+            f"({before:.3f} s): --decide brings up only what pays."
+        )
+
+
+def _remedy(reason: str, settings: SimulationSettings) -> str:
+    if reason == MissReason.COLD:
+        return "nobody had asked for them before, so no cache would have them"
+    if reason == MissReason.EVICTED:
+        tier = "storage" if settings.storage else "host" if settings.host else "device"
+        return f"they had made room for others: a larger --{tier} would keep them"
+    if reason == OTHER_INSTANCE:
+        return "another instance held them: --routing prefix_aware or a storage that all share would find them"
+    if reason == MissReason.LATE:
+        return "they came too late: --prefetch wait_complete, or a faster link"
+    if reason == MissReason.OVER_BUDGET:
+        return "there were no slots for them, or they did not pay: a larger --device, or a faster link"
+    if reason == MissReason.FAILED:
+        return "storage turned them away or had lost them: a larger --storage, or a faster link to it"
+    return "see the reasons' own description"
+
+
+def recommend(results: Sequence[SimulationResult]) -> Iterator[str]:
+    """Which point of a sweep to take: the least memory that is as good as the best, the dearest counted first."""
+    usable = [result for result in results if result.pages_asked and not result.problems]
+    if not usable:
+        yield "No point of the sweep has an answer, so none can be recommended."
+        return
+    best = max(usable, key=lambda result: (result.hit_rate_pages, -_memory(result)[0]))
+    near = [result for result in usable if best.hit_rate_pages - result.hit_rate_pages <= WORTH_DOUBLING]
+    chosen = min(near, key=lambda result: (_memory(result), -result.hit_rate_pages))
+    yield f"Take {named(chosen.settings, results)}: it hits {chosen.hit_rate_pages:.4f} of the pages asked."
+    if chosen is not best:
+        yield (
+            f"The best point, {named(best.settings, results)}, hits {best.hit_rate_pages:.4f}: less than "
+            f"{100 * WORTH_DOUBLING:g} point more, with more memory."
+        )
+    for name in SIZES:
+        yield from _knee(name, chosen, usable)
+
+
+def _knee(name: str, chosen: SimulationResult, results: Sequence[SimulationResult]) -> Iterator[str]:
+    """Where a tier's size stops paying, all else as chosen."""
+    line = sorted(
+        (result for result in results if _others(result.settings, name) == _others(chosen.settings, name)),
+        key=lambda result: _size(result.settings, name),
+    )
+    line = [result for result in line if 0 < _size(result.settings, name) < _UNLIMITED]
+    if len(line) < 2:
+        return
+    sizes = [_size(result.settings, name) for result in line]
+    found = knee(sizes, [result.hit_rate_pages for result in line])
+    if found is None:
+        yield f"No doubling of --{name} in the sweep adds {100 * WORTH_DOUBLING:g} point."
+    elif found == len(line) - 1:
+        yield f"The knee of --{name} is at {sizes[found]:,.0f} pages or beyond the sweep: its last doubling still paid."
+    else:
+        yield (
+            f"The knee of --{name} is at {sizes[found]:,.0f} pages: beyond it a doubling adds less than "
+            f"{100 * WORTH_DOUBLING:g} point."
+        )
+
+
+def named(settings: SimulationSettings, among: Sequence[SimulationResult]) -> str:
+    """A point by what it has of its own."""
+    names = varied([result.settings for result in among]) or ["device"]
+    return ", ".join(f"--{name.replace('_', '-')} {shown(getattr(settings, name), name)}" for name in names)
+
+
+def varied(points: Sequence[SimulationSettings]) -> list[str]:
+    """Names of settings in which points differ."""
+    names = [name for name in SimulationSettings.__dataclass_fields__ if name != "costs"]
+    return [name for name in names if len({getattr(point, name) for point in points}) > 1]
+
+
+def shown(value: object, name: str) -> str:
+    """A setting's value as it is given."""
+    if value is None:
+        return {"page_size": "trace", "admission": "by policy"}.get(name, "unlimited")
+    return str(value)
+
+
+def _size(settings: SimulationSettings, name: str) -> float:
+    value = getattr(settings, name)
+    return _UNLIMITED if value is None else float(value)
+
+
+def _memory(result: SimulationResult) -> tuple[float, float, float]:
+    """Bytes of device, host and storage, all instances together."""
+    settings = result.settings
+    device, host, storage = (_size(settings, name) * result.page_bytes for name in SIZES)
+    return device * settings.instances, host * settings.instances, storage
+
+
+def _others(settings: SimulationSettings, name: str) -> tuple[object, ...]:
+    return tuple(getattr(settings, other) for other in SimulationSettings.__dataclass_fields__ if other != name)

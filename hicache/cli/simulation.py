@@ -1,0 +1,237 @@
+"""Options that `hicache simulate` and `hicache sweep` share: tiers, policies and costs, as flags or from a file."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import tomllib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from hicache.cli.values import choice, number, requests, whole
+from hicache.errors import ConfigError
+from hicache.units import format_size, parse_size
+
+if TYPE_CHECKING:
+    from hicache.analytics.analysis.columns import Columns
+    from hicache.analytics.simulate.settings import Costs
+
+FORMATS: Final = ("auto", "mooncake", "kv-cache-tester")
+EVICTION: Final = ("lru", "lfu", "slru", "priority")
+WRITE_POLICIES: Final = ("write_through", "write_through_selective", "write_back")
+PREFETCH: Final = ("best_effort", "timeout", "wait_complete")
+ROUTING: Final = ("round_robin", "sticky", "prefix_aware")
+_CHOICES: Final = {
+    "eviction": EVICTION,
+    "write_policy": WRITE_POLICIES,
+    "prefetch": PREFETCH,
+    "routing": ROUTING,
+}
+_MOST_CONFIG: Final = 2**20
+
+# name, metavar, what it is, default
+_SETTINGS: Final = (
+    ("device", "SIZE", 'of each instance: pages, bytes with a unit, or "unlimited"', "10000"),
+    ("host", "SIZE", "of each instance: pages, or bytes with a unit; 0 is no host tier", "0"),
+    ("storage", "SIZE", 'that all instances share: pages, bytes with a unit, or "unlimited"; 0 is none', "0"),
+    ("page_size", "P", 'tokens of a page, or "trace": each id is one page', "trace"),
+    ("eviction", "|".join(EVICTION), "which pages go first", "lru"),
+    ("write_policy", "|".join(WRITE_POLICIES), "when pages go down", "write_through"),
+    ("admission", "K", 'write pages down from their K-th use on, or "policy": as the write policy says', "policy"),
+    ("prefetch", "|".join(PREFETCH), "how long storage is waited for", "wait_complete"),
+    ("decide", "yes|no", "bring pages up only where that takes less time than computing them", "no"),
+    ("instances", "N", "caches that share the requests", "1"),
+    ("routing", "|".join(ROUTING), "which instance a request goes to", "round_robin"),
+    ("speed", "FACTOR", "to the trace's own times: 2 is twice the load", "1"),
+    ("instant", "yes|no", "nothing takes time: hit rates of the policies alone, as `hicache replay` has them", "no"),
+)
+NAMES: Final = tuple(name for name, *_ in _SETTINGS)
+
+_COSTS: Final = (
+    ("token_bytes", "SIZE", "KV of a token (default: 128KiB, Llama-3.1-8B in bfloat16; see `hicache plan`)"),
+    (
+        "prefill_rate",
+        "TOKENS_PER_SECOND",
+        "that one instance computes (default: 24642, 40 %% of the 989 TFLOPS of an H100 for 8.03 billion parameters)",
+    ),
+    ("device_link", "SIZE", "bytes a second, each way (default: 50GB, 80 %% of PCIe 5.0 x16)"),
+    ("storage_read", "SIZE", "bytes a second of each instance (default: 5GB, an NVMe drive on PCIe 4.0)"),
+    ("storage_write", "SIZE", "bytes a second of each instance (default: 2.5GB)"),
+    ("storage_latency", "SECONDS", "of each call (default: 0.0005)"),
+    ("gpu_hour_price", "MONEY", "of one instance: tells what hits are worth"),
+)
+
+_COST_WORDS: Final = {
+    "prefill_rate": "the tokens a second that an instance computes",
+    "storage_latency": "seconds, or 0",
+    "gpu_hour_price": "a price, or 0",
+}
+
+
+def add_simulation_arguments(parser: argparse.ArgumentParser, *, several: bool) -> None:
+    """The options; with `several` each setting takes values with commas between them."""
+    parser.add_argument(
+        "trace", nargs="+", type=Path, metavar="TRACE", help="traces: files, folders, or - for what is piped in"
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE", help="settings in TOML by these options' names, with _")
+    more = ",..." if several else ""
+    for name, metavar, text, default in _SETTINGS:
+        parser.add_argument(f"--{name.replace('_', '-')}", metavar=metavar + more, help=f"{text} (default: {default})")
+    for name, metavar, text in _COSTS:
+        parser.add_argument(f"--{name.replace('_', '-')}", metavar=metavar, help=text)
+    parser.add_argument(
+        "--format", default="auto", metavar="|".join(FORMATS), help="of the traces (default: auto, by their content)"
+    )
+    parser.add_argument("--requests", metavar="N", help="simulate N requests at most (default: all)")
+    parser.add_argument("--skip-bad", action="store_true", help="count broken entries of the trace and go on")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+
+
+def read_trace(options: argparse.Namespace) -> Columns:
+    """The trace, read to its end.
+
+    Raises:
+        TraceError: it cannot be read.
+    """
+    import itertools
+
+    from hicache.analytics.analysis.columns import read_columns
+    from hicache.analytics.traces import open_trace
+    from hicache.cli.output import warn
+
+    choice("--format", options.format, FORMATS)
+    most = None if options.requests is None else requests(options.requests)
+    trace = open_trace(options.trace, form=options.format, skip_bad=options.skip_bad)
+    columns = read_columns(itertools.islice(trace, most))
+    if trace.skipped:
+        warn(f"{trace.skipped:,} broken entries of the trace were skipped")
+    if not columns.requests:
+        warn(f"{', '.join(map(str, trace.paths)):.200}: there are no requests in it; check the trace")
+    return columns
+
+
+def given_settings(options: argparse.Namespace) -> dict[str, str]:
+    """Text of each setting and cost that was given, by its name: flags first, then the file.
+
+    Raises:
+        ConfigError: the file cannot be read, or has a name that is none of these.
+    """
+    known = (*NAMES, *(name for name, *_ in _COSTS))
+    given = {} if options.config is None else _from_file(options.config, known)
+    for name in known:
+        if (text := getattr(options, name)) is not None:
+            given[name] = text
+    return given
+
+
+def _from_file(path: Path, known: tuple[str, ...]) -> dict[str, str]:
+    try:
+        with path.open("rb") as file:
+            data = file.read(_MOST_CONFIG + 1)
+        if len(data) > _MOST_CONFIG:
+            raise ConfigError(f"--config {path}: more than 1 MiB, so it holds no settings")
+        found = tomllib.loads(data.decode())
+    except OSError as error:
+        raise ConfigError(f"--config {path}: {error.strerror}; name a file that can be read") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"--config {path}: is no valid TOML: {error}") from None
+    for name in found:
+        if name not in known:
+            raise ConfigError(f"--config {path}: {name!r:.40} is no setting; known are {', '.join(known)}")
+    return {name: _text(path, name, value) for name, value in found.items()}
+
+
+def _text(path: Path, name: str, value: object) -> str:
+    if isinstance(value, list):
+        return ",".join(_text(path, name, item) for item in value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, str | int | float):
+        return str(value)
+    raise ConfigError(f"--config {path}: {name} must be text, a number or a list of these")
+
+
+def costs_of(given: dict[str, str]) -> Costs:
+    """What things cost.
+
+    Raises:
+        ConfigError: a value that cannot be.
+    """
+    from hicache.analytics.simulate.settings import Costs
+
+    texts = {name: (_option(name), given[name]) for name, *_ in _COSTS if name in given}
+    read: dict[str, Any] = {}
+    for name, (option, text) in texts.items():
+        if name in ("token_bytes", "device_link", "storage_read", "storage_write"):
+            read[name] = _bytes(option, text)
+        else:
+            read[name] = 0.0 if text == "0" else number(option, text, _COST_WORDS[name])
+    return Costs(**read)
+
+
+def choices_of(given: dict[str, str], columns: Columns, costs: Costs, *, several: bool) -> dict[str, list[Any]]:
+    """Values of each setting, in the order given.
+
+    Raises:
+        ConfigError: a value that cannot be, or more than one where one is wanted.
+    """
+    texts = {name: given.get(name, default) for name, _, _, default in _SETTINGS}
+    lists = {name: [part.strip() for part in text.split(",")] for name, text in texts.items()}
+    for name, parts in lists.items():
+        if len(parts) > 1 and not several:
+            raise ConfigError(f"{_option(name)} {texts[name]:.60}: give one value; `hicache sweep` takes several")
+    found: dict[str, list[Any]] = {name: [_value(name, part) for part in lists[name]] for name in NAMES[3:]}
+    unit = int(columns.unit[0]) if columns.requests else 1
+    sizes = [size or unit for size in found["page_size"]]
+    for name in NAMES[:3]:
+        if len(set(sizes)) > 1 and any(not _is_plain(part) for part in lists[name]):
+            raise ConfigError(
+                f"{_option(name)} {texts[name]:.60}: bytes are another number of pages at each --page-size: "
+                f"give pages, or one page size"
+            )
+        found[name] = [_pages(name, part, sizes[0] * costs.token_bytes) for part in lists[name]]
+    return found
+
+
+def _is_plain(text: str) -> bool:
+    return text == "unlimited" or re.fullmatch(r"[+-]?[0-9]+", text) is not None
+
+
+def _pages(name: str, text: str, page_bytes: int) -> int | None:
+    option = _option(name)
+    if text == "unlimited":
+        if name == "host":
+            raise ConfigError(f"{option} {text}: only --device and --storage can be without limit; give a size")
+        return None
+    if _is_plain(text):
+        return whole(option, text)
+    size = _bytes(option, text)
+    if 0 < size < page_bytes:
+        raise ConfigError(f"{option} {text}: is less than one page of {format_size(page_bytes)}; make it larger")
+    return size // page_bytes
+
+
+def _value(name: str, text: str) -> Any:
+    option = _option(name)
+    if name in _CHOICES:
+        choice(option, text, _CHOICES[name])
+        return text
+    if name in ("decide", "instant"):
+        choice(option, text, ("yes", "no"))
+        return text == "yes"
+    if name == "speed":
+        return number(option, text, "a factor such as 2")
+    if (name, text) in (("page_size", "trace"), ("admission", "policy")):
+        return None
+    return whole(option, text)
+
+
+def _bytes(option: str, text: str) -> int:
+    try:
+        return parse_size(text)
+    except ConfigError as error:
+        raise ConfigError(f"{option}: {error}") from None
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
