@@ -10,6 +10,9 @@ from hicache.records import MissReason
 _FIRST_PAGES = 65_536
 """First pages of prompts that are remembered across namespaces: 24 bytes and a dict entry each."""
 
+_REASONS = tuple(MissReason)
+_NUMBERS = {reason: number for number, reason in enumerate(_REASONS)}
+
 
 class Ghosts:
     """A bounded ring of page hashes with the reason of their going, and a sketch of first pages by namespace.
@@ -17,36 +20,47 @@ class Ghosts:
     Page hashes need not carry the namespace, so each is remembered together with it.
     """
 
-    __slots__ = ("_first_pages", "_limit", "_reasons")
+    __slots__ = ("_first_pages", "_gone", "_limit")
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._reasons: OrderedDict[tuple[bytes, bytes], MissReason] = OrderedDict()
+        # One integer a page, which costs less than a pair: the tick of its going, and the number of its reason.
+        self._gone: OrderedDict[tuple[bytes, bytes], int] = OrderedDict()
         self._first_pages: OrderedDict[bytes, bytes | None] = OrderedDict()
 
     @property
     def remembers(self) -> bool:
         """Whether anything can be answered but "cold"."""
-        return bool(self._reasons)
+        return bool(self._gone)
 
     @property
     def enabled(self) -> bool:
         """Whether pages are remembered at all."""
         return self._limit > 0
 
-    def add(self, namespace: bytes, page_hashes: list[bytes], reason: MissReason) -> None:
-        """These pages are nowhere any more. The oldest are forgotten first."""
-        reasons = self._reasons
+    def add(self, namespace: bytes, page_hashes: list[bytes], reason: MissReason, *, tick: int = 0) -> None:
+        """These pages are nowhere any more, since a tick of the core's clock. The oldest are forgotten first."""
+        gone = self._gone
+        entry = tick * len(_REASONS) + _NUMBERS[reason]
         for page_hash in page_hashes:
             key = (namespace, page_hash)
-            reasons.pop(key, None)
-            reasons[key] = reason
-        while len(reasons) > self._limit:
-            reasons.popitem(last=False)
+            gone.pop(key, None)
+            gone[key] = entry
+        while len(gone) > self._limit:
+            gone.popitem(last=False)
 
     def reason(self, namespace: bytes, page_hash: bytes) -> MissReason | None:
         """Why this page went, or None if nothing is known of it."""
-        return self._reasons.get((namespace, page_hash))
+        entry = self._gone.get((namespace, page_hash))
+        return None if entry is None else _REASONS[entry % len(_REASONS)]
+
+    def going(self, namespace: bytes, page_hash: bytes) -> tuple[MissReason, int] | None:
+        """Why this page went, and at which tick; None if nothing is known of it."""
+        entry = self._gone.get((namespace, page_hash))
+        if entry is None:
+            return None
+        tick, number = divmod(entry, len(_REASONS))
+        return _REASONS[number], tick
 
     def met_first_page(self, namespace: bytes, symbol: bytes) -> None:
         """A prompt of this namespace begins with this page."""

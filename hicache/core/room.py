@@ -108,7 +108,7 @@ class Room:
             grave.mourned -= node.pages
             cost += _MOURNED_COST * node.pages
             hashes = tree.hashes(node, 0, node.pages)
-            self._registry.ghosts.add(tree.namespace, hashes, MissReason.EXPIRED)
+            self._registry.ghosts.add(tree.namespace, hashes, MissReason.EXPIRED, tick=self._registry.tick)
         for tier in (DEVICE, HOST):
             slots = node.slots[tier]
             if not len(slots):

@@ -342,7 +342,8 @@ class HiRadixTree:
     def _bury(self, node: Node, first: int, reason: MissReason) -> None:
         # COLD: only a belief was forgotten, so nothing is known of the page any more.
         if self.live and self.registry.ghosts.enabled and reason is not MissReason.COLD:
-            self.registry.ghosts.add(self.namespace, self.hashes(node, first, node.pages), reason)
+            hashes = self.hashes(node, first, node.pages)
+            self.registry.ghosts.add(self.namespace, hashes, reason, tick=self.registry.tick)
 
     def _leave(self, node: Node) -> None:
         node.alive = False

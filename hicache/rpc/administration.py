@@ -79,6 +79,12 @@ async def _diagnose(service: Service, caller: Caller, request: pb.DiagnoseReques
     return pb.DiagnoseResponse(findings=[encode_finding(finding) for finding in await service.diagnose(caller)])
 
 
+async def _explain(service: Service, caller: Caller, request: pb.ExplainRequest) -> pb.ExplainResponse:
+    tokens = check_glued(request.tokens, TOKEN_BYTES, "tokens")
+    seconds = check_seconds(request.storage_seconds, "storage_seconds")
+    return pb.ExplainResponse(json=await service.explain(caller, _target(request), tokens, storage_seconds=seconds))
+
+
 async def _warm(service: Service, caller: Caller, request: pb.WarmRequest) -> AsyncIterator[pb.WarmResponse]:
     target = _target(request)
     prompts = [check_glued(prompt, TOKEN_BYTES, f"tokens of prompt {i}") for i, prompt in enumerate(request.prompts)]
@@ -96,7 +102,7 @@ async def _watch(
             yield encode_batch(batch)
 
 
-def _target(request: pb.PinRequest | pb.WarmRequest) -> Target:
+def _target(request: pb.PinRequest | pb.WarmRequest | pb.ExplainRequest) -> Target:
     if not request.HasField("target"):
         raise InvalidInput("the request has no target: name the model by its namespace digest, or by its name")
     return decode_target(request.target)
@@ -111,6 +117,7 @@ CALLS: Final[dict[str, Unary | Streamed]] = {
     "ListPins": Unary(pb.ListPinsRequest, _pins),
     "Warm": Streamed(pb.WarmRequest, _warm),
     "Diagnose": Unary(pb.DiagnoseRequest, _diagnose),
+    "Explain": Unary(pb.ExplainRequest, _explain),
     "WatchEvents": Streamed(pb.WatchEventsRequest, _watch),
 }
 """Every call of the service, by its name in admin.proto."""

@@ -464,6 +464,10 @@ class Service(Protocol):
         """Send a page through every tier and back, look at limits and rights."""
         ...
 
+    async def explain(self, caller: Caller, target: Target, tokens: bytes, *, storage_seconds: float) -> str:
+        """Why a prompt misses, as a JSON document: `{"explanations": [...]}`. Moves, pins and counts nothing."""
+        ...
+
     def watch_events(self, caller: Caller, from_sequence: int) -> AsyncIterator[EventBatch]:
         """Residency events from a number on; 0: a snapshot first."""
         ...

@@ -30,6 +30,7 @@ from hicache.runtime.flight import flight_recorder as read_flight_recorder
 from hicache.runtime.forks import watch
 from hicache.runtime.hosted import HostedLoading, HostedRequest
 from hicache.runtime.leasing import LeasingCache
+from hicache.runtime.moments import Moments
 from hicache.runtime.options import PrefetchTimeout
 from hicache.runtime.parts import Parts
 from hicache.runtime.pools import Pools
@@ -130,6 +131,7 @@ class HostedCache(LeasingCache):
         words: generation words of its slots, or None.
         warnings: what works with these settings but will cost, in words.
         prefetches_refused: prefetches that only looked, since `PREFETCHES` were under way.
+        moments: when the core's ticks were. Used under the reducer's lock.
         parts: the machinery behind it; for requests and for tests.
     """
 
@@ -139,6 +141,7 @@ class HostedCache(LeasingCache):
         super().__init__(parts)
         self.words = parts.core.registry.tables[1].words
         self.prefetches_refused = 0
+        self.moments = Moments()
         self._tenant = tenant
         self._prefetches: list[tuple[HostedRequest, HostedLoading]] = []
         self._news: list[Event] = []
@@ -373,6 +376,7 @@ class HostedCache(LeasingCache):
             assert scope.tree is not None
             lease = self._core.lease(scope.tree, prompt, limit=limit, priority=priority)
             self._leases[lease] = tokens
+            self.moments.note(self._core.registry.tick, started)
             if self._stores:
                 prefetch = self._loader.start(lease)
             reducer.settle()

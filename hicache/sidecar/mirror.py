@@ -44,6 +44,10 @@ class DeviceMirror:
                 return page
         return len(page_hashes) // HASH_BYTES
 
+    def longest(self, namespace: bytes, page_hashes: bytes) -> int:
+        """How many of a prompt's leading pages the engine has reported that has most of them."""
+        return max((self.leading(group, namespace, page_hashes) for group in self._groups), default=0)
+
     def report(
         self,
         group: Group,

@@ -40,6 +40,7 @@ from hicache.sidecar.diagnosis import diagnose
 from hicache.sidecar.document import document, sees_all
 from hicache.sidecar.estate import Estate, HeldPool
 from hicache.sidecar.events import EventLog
+from hicache.sidecar.explaining import explain
 from hicache.sidecar.groups import Group, Member
 from hicache.sidecar.heritage import estate_of, left_of
 from hicache.sidecar.heritage import leave as leave_pool
@@ -405,6 +406,14 @@ class SidecarService:
         """Look at limits and rights, and send a page through every tier and back."""
         _admin(caller)
         return await diagnose(self)
+
+    async def explain(self, caller: Caller, target: Target, tokens: bytes, *, storage_seconds: float) -> str:
+        """Why a prompt misses. It tells of prompts under other salts, so it is for administrators of the tenant."""
+        _admin(caller)
+        _token_ids(tokens)
+        pools = self._named(caller, target)
+        found = await explain(self, pools, target.scope, tokens, storage_seconds=storage_seconds)
+        return json.dumps({"explanations": [explanation.document() for explanation in found]}, allow_nan=False)
 
     def watch_events(self, caller: Caller, from_sequence: int) -> AsyncIterator[EventBatch]:
         """Residency events from a number on."""

@@ -7,6 +7,7 @@ and to see that nothing is held when it should not be.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -382,6 +383,11 @@ class FakeService:
         """All is well."""
         del caller
         return (Finding("canary", True, "a page went through"),)
+
+    async def explain(self, caller: Caller, target: Target, tokens: bytes, *, storage_seconds: float) -> str:
+        """What it was asked."""
+        del caller
+        return json.dumps({"explanations": [], "model": target.model, "bytes": len(tokens), "seconds": storage_seconds})
 
     async def watch_events(self, caller: Caller, from_sequence: int) -> AsyncIterator[EventBatch]:
         """What the test has put there, from a number on."""

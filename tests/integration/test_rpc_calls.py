@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import grpc
@@ -116,6 +117,9 @@ def test_administration_goes_through() -> None:
             assert (await admin.ListPins(admin_pb2.ListPinsRequest())).pins[0].seconds_left == 9.5
             assert (await admin.Unpin(admin_pb2.UnpinRequest())).pins == 0
             assert (await admin.Diagnose(admin_pb2.DiagnoseRequest())).findings[0].good
+            request = admin_pb2.ExplainRequest(target=target, tokens=bytes(8), storage_seconds=0.5)
+            asked = {"explanations": [], "model": "org/tiny", "bytes": 8, "seconds": 0.5}
+            assert json.loads((await admin.Explain(request)).json) == asked
             warmed = [step async for step in admin.Warm(admin_pb2.WarmRequest(target=target, prompts=[bytes(4)] * 3))]
             assert [step.prompts for step in warmed] == [1, 2, 3]
             batches = [batch async for batch in admin.WatchEvents(admin_pb2.WatchEventsRequest(from_sequence=2))]

@@ -152,6 +152,15 @@ class AdminClient:
         reply = self._call(self._stub.Diagnose, pb.DiagnoseRequest(), seconds=6 * self._timeout)
         return tuple(map(decode_finding, reply.findings))
 
+    def explain(self, target: Target, tokens: np.ndarray, *, storage_seconds: float = 0.0) -> dict[str, Any]:
+        """Why a prompt misses: `{"explanations": [...]}`, one for each pool of the model."""
+        request = pb.ExplainRequest(
+            target=encode_target(target), tokens=_glued(tokens), storage_seconds=storage_seconds
+        )
+        reply = self._call(self._stub.Explain, request, seconds=self._timeout + storage_seconds)
+        document: dict[str, Any] = json.loads(reply.json)
+        return document
+
     def watch_events(self, from_sequence: int = 0) -> Generator[EventBatch, None, None]:
         """Residency events from a number on, without end; 0 begins with a snapshot. Close it to leave."""
         request = pb.WatchEventsRequest(from_sequence=from_sequence)

@@ -15,15 +15,15 @@ _sym_db = _symbol_database.Default()
 from hicache.rpc.v1 import identity_pb2 as hicache_dot_rpc_dot_v1_dot_identity__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ahicache/rpc/v1/admin.proto\x12\x0ehicache.rpc.v1\x1a\x1dhicache/rpc/v1/identity.proto\"\r\n\x0bPingRequest\"\xa1\x01\n\x0cPingResponse\x12\x0e\n\x06server\x18\x01 \x01(\t\x12\x0c\n\x04\x62oot\x18\x02 \x01(\x0c\x12\x14\n\x0cprotocol_min\x18\x03 \x01(\r\x12\x14\n\x0cprotocol_max\x18\x04 \x01(\r\x12\x16\n\x0euptime_seconds\x18\x05 \x01(\x01\x12\r\n\x05ready\x18\x06 \x01(\x08\x12\x10\n\x08\x64\x65graded\x18\x07 \x03(\t\x12\x0e\n\x06tenant\x18\x08 \x01(\t\"\x16\n\x14GetStatisticsRequest\"%\n\x15GetStatisticsResponse\x12\x0c\n\x04json\x18\x01 \x01(\t\"\x83\x01\n\x06Target\x12\x1a\n\x10namespace_digest\x18\x01 \x01(\x0cH\x00\x12\x0f\n\x05model\x18\x02 \x01(\tH\x00\x12$\n\x05scope\x18\x03 \x01(\x0b\x32\x15.hicache.rpc.v1.Scope\x12\x13\n\x06tenant\x18\x04 \x01(\tH\x01\x88\x01\x01\x42\x06\n\x04nameB\t\n\x07_tenant\"6\n\x0c\x43learRequest\x12&\n\x06target\x18\x01 \x01(\x0b\x32\x16.hicache.rpc.v1.Target\"8\n\rClearResponse\x12\x12\n\nnamespaces\x18\x01 \x01(\r\x12\x13\n\x0bunconfirmed\x18\x02 \x03(\t\"u\n\nPinRequest\x12&\n\x06target\x18\x01 \x01(\x0b\x32\x16.hicache.rpc.v1.Target\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\x12\x0c\n\x04hard\x18\x03 \x01(\x08\x12\x13\n\x0bttl_seconds\x18\x04 \x01(\x01\x12\x0c\n\x04name\x18\x05 \x01(\t\"K\n\x0bPinResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05pages\x18\x02 \x01(\r\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\x10\n\x08of_pages\x18\x04 \x01(\r\"\x1c\n\x0cUnpinRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x1d\n\rUnpinResponse\x12\x0c\n\x04pins\x18\x01 \x01(\r\"\x11\n\x0fListPinsRequest\"9\n\x10ListPinsResponse\x12%\n\x04pins\x18\x01 \x03(\x0b\x32\x17.hicache.rpc.v1.HeldPin\"\x83\x01\n\x07HeldPin\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x18\n\x10namespace_digest\x18\x03 \x01(\x0c\x12\x0c\n\x04hard\x18\x04 \x01(\x08\x12\r\n\x05pages\x18\x05 \x01(\r\x12\r\n\x05\x62ytes\x18\x06 \x01(\x04\x12\x14\n\x0cseconds_left\x18\x07 \x01(\x01\"`\n\x0bWarmRequest\x12&\n\x06target\x18\x01 \x01(\x0b\x32\x16.hicache.rpc.v1.Target\x12\x0f\n\x07prompts\x18\x02 \x03(\x0c\x12\x18\n\x10\x64\x65\x61\x64line_seconds\x18\x03 \x01(\x01\"I\n\x0cWarmResponse\x12\x0f\n\x07prompts\x18\x01 \x01(\r\x12\x12\n\nhost_pages\x18\x02 \x01(\x04\x12\x14\n\x0cmissed_pages\x18\x03 \x01(\x04\"\x11\n\x0f\x44iagnoseRequest\"=\n\x10\x44iagnoseResponse\x12)\n\x08\x66indings\x18\x01 \x03(\x0b\x32\x17.hicache.rpc.v1.Finding\"4\n\x07\x46inding\x12\r\n\x05\x63heck\x18\x01 \x01(\t\x12\x0c\n\x04good\x18\x02 \x01(\x08\x12\x0c\n\x04text\x18\x03 \x01(\t\"+\n\x12WatchEventsRequest\x12\x15\n\rfrom_sequence\x18\x01 \x01(\x04\"\xa3\x01\n\x13WatchEventsResponse\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x14\n\x0ctimestamp_ms\x18\x02 \x01(\x04\x12.\n\x06\x65vents\x18\x03 \x03(\x0b\x32\x1e.hicache.rpc.v1.ResidencyEvent\x12\x0c\n\x04lost\x18\x04 \x01(\x04\x12\x10\n\x08snapshot\x18\x05 \x01(\x08\x12\x14\n\x0csnapshot_end\x18\x06 \x01(\x08\"\xd9\x01\n\x0eResidencyEvent\x12\x18\n\x10namespace_digest\x18\x01 \x01(\x0c\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12-\n\x06stored\x18\x03 \x01(\x0b\x32\x1b.hicache.rpc.v1.PagesStoredH\x00\x12/\n\x07removed\x18\x04 \x01(\x0b\x32\x1c.hicache.rpc.v1.PagesRemovedH\x00\x12/\n\x07\x63leared\x18\x05 \x01(\x0b\x32\x1c.hicache.rpc.v1.PagesClearedH\x00\x42\x08\n\x06\x63hange\"\x7f\n\x0bPagesStored\x12\"\n\x04tier\x18\x01 \x01(\x0e\x32\x14.hicache.rpc.v1.Tier\x12\x13\n\x0bpage_hashes\x18\x02 \x01(\x0c\x12\x13\n\x0bparent_hash\x18\x03 \x01(\x0c\x12\x12\n\nfirst_page\x18\x04 \x01(\r\x12\x0e\n\x06tokens\x18\x05 \x01(\x0c\"W\n\x0cPagesRemoved\x12\"\n\x04tier\x18\x01 \x01(\x0e\x32\x14.hicache.rpc.v1.Tier\x12\x13\n\x0bpage_hashes\x18\x02 \x01(\x0c\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x0e\n\x0cPagesCleared*N\n\x04Tier\x12\x14\n\x10TIER_UNSPECIFIED\x10\x00\x12\x0f\n\x0bTIER_DEVICE\x10\x01\x12\r\n\tTIER_HOST\x10\x02\x12\x10\n\x0cTIER_STORAGE\x10\x03\x32\xb8\x05\n\x0c\x41\x64minService\x12\x41\n\x04Ping\x12\x1b.hicache.rpc.v1.PingRequest\x1a\x1c.hicache.rpc.v1.PingResponse\x12\\\n\rGetStatistics\x12$.hicache.rpc.v1.GetStatisticsRequest\x1a%.hicache.rpc.v1.GetStatisticsResponse\x12\x44\n\x05\x43lear\x12\x1c.hicache.rpc.v1.ClearRequest\x1a\x1d.hicache.rpc.v1.ClearResponse\x12>\n\x03Pin\x12\x1a.hicache.rpc.v1.PinRequest\x1a\x1b.hicache.rpc.v1.PinResponse\x12\x44\n\x05Unpin\x12\x1c.hicache.rpc.v1.UnpinRequest\x1a\x1d.hicache.rpc.v1.UnpinResponse\x12M\n\x08ListPins\x12\x1f.hicache.rpc.v1.ListPinsRequest\x1a .hicache.rpc.v1.ListPinsResponse\x12\x43\n\x04Warm\x12\x1b.hicache.rpc.v1.WarmRequest\x1a\x1c.hicache.rpc.v1.WarmResponse0\x01\x12M\n\x08\x44iagnose\x12\x1f.hicache.rpc.v1.DiagnoseRequest\x1a .hicache.rpc.v1.DiagnoseResponse\x12X\n\x0bWatchEvents\x12\".hicache.rpc.v1.WatchEventsRequest\x1a#.hicache.rpc.v1.WatchEventsResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ahicache/rpc/v1/admin.proto\x12\x0ehicache.rpc.v1\x1a\x1dhicache/rpc/v1/identity.proto\"\r\n\x0bPingRequest\"\xa1\x01\n\x0cPingResponse\x12\x0e\n\x06server\x18\x01 \x01(\t\x12\x0c\n\x04\x62oot\x18\x02 \x01(\x0c\x12\x14\n\x0cprotocol_min\x18\x03 \x01(\r\x12\x14\n\x0cprotocol_max\x18\x04 \x01(\r\x12\x16\n\x0euptime_seconds\x18\x05 \x01(\x01\x12\r\n\x05ready\x18\x06 \x01(\x08\x12\x10\n\x08\x64\x65graded\x18\x07 \x03(\t\x12\x0e\n\x06tenant\x18\x08 \x01(\t\"\x16\n\x14GetStatisticsRequest\"%\n\x15GetStatisticsResponse\x12\x0c\n\x04json\x18\x01 \x01(\t\"\x83\x01\n\x06Target\x12\x1a\n\x10namespace_digest\x18\x01 \x01(\x0cH\x00\x12\x0f\n\x05model\x18\x02 \x01(\tH\x00\x12$\n\x05scope\x18\x03 \x01(\x0b\x32\x15.hicache.rpc.v1.Scope\x12\x13\n\x06tenant\x18\x04 \x01(\tH\x01\x88\x01\x01\x42\x06\n\x04nameB\t\n\x07_tenant\"6\n\x0c\x43learRequest\x12&\n\x06target\x18\x01 \x01(\x0b\x32\x16.hicache.rpc.v1.Target\"8\n\rClearResponse\x12\x12\n\nnamespaces\x18\x01 \x01(\r\x12\x13\n\x0bunconfirmed\x18\x02 \x03(\t\"u\n\nPinRequest\x12&\n\x06target\x18\x01 \x01(\x0b\x32\x16.hicache.rpc.v1.Target\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\x12\x0c\n\x04hard\x18\x03 \x01(\x08\x12\x13\n\x0bttl_seconds\x18\x04 \x01(\x01\x12\x0c\n\x04name\x18\x05 \x01(\t\"K\n\x0bPinResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05pages\x18\x02 \x01(\r\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\x10\n\x08of_pages\x18\x04 \x01(\r\"\x1c\n\x0cUnpinRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x1d\n\rUnpinResponse\x12\x0c\n\x04pins\x18\x01 \x01(\r\"\x11\n\x0fListPinsRequest\"9\n\x10ListPinsResponse\x12%\n\x04pins\x18\x01 \x03(\x0b\x32\x17.hicache.rpc.v1.HeldPin\"\x83\x01\n\x07HeldPin\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x18\n\x10namespace_digest\x18\x03 \x01(\x0c\x12\x0c\n\x04hard\x18\x04 \x01(\x08\x12\r\n\x05pages\x18\x05 \x01(\r\x12\r\n\x05\x62ytes\x18\x06 \x01(\x04\x12\x14\n\x0cseconds_left\x18\x07 \x01(\x01\"`\n\x0bWarmRequest\x12&\n\x06target\x18\x01 \x01(\x0b\x32\x16.hicache.rpc.v1.Target\x12\x0f\n\x07prompts\x18\x02 \x03(\x0c\x12\x18\n\x10\x64\x65\x61\x64line_seconds\x18\x03 \x01(\x01\"I\n\x0cWarmResponse\x12\x0f\n\x07prompts\x18\x01 \x01(\r\x12\x12\n\nhost_pages\x18\x02 \x01(\x04\x12\x14\n\x0cmissed_pages\x18\x03 \x01(\x04\"a\n\x0e\x45xplainRequest\x12&\n\x06target\x18\x01 \x01(\x0b\x32\x16.hicache.rpc.v1.Target\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\x12\x17\n\x0fstorage_seconds\x18\x03 \x01(\x01\"\x1f\n\x0f\x45xplainResponse\x12\x0c\n\x04json\x18\x01 \x01(\t\"\x11\n\x0f\x44iagnoseRequest\"=\n\x10\x44iagnoseResponse\x12)\n\x08\x66indings\x18\x01 \x03(\x0b\x32\x17.hicache.rpc.v1.Finding\"4\n\x07\x46inding\x12\r\n\x05\x63heck\x18\x01 \x01(\t\x12\x0c\n\x04good\x18\x02 \x01(\x08\x12\x0c\n\x04text\x18\x03 \x01(\t\"+\n\x12WatchEventsRequest\x12\x15\n\rfrom_sequence\x18\x01 \x01(\x04\"\xa3\x01\n\x13WatchEventsResponse\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x14\n\x0ctimestamp_ms\x18\x02 \x01(\x04\x12.\n\x06\x65vents\x18\x03 \x03(\x0b\x32\x1e.hicache.rpc.v1.ResidencyEvent\x12\x0c\n\x04lost\x18\x04 \x01(\x04\x12\x10\n\x08snapshot\x18\x05 \x01(\x08\x12\x14\n\x0csnapshot_end\x18\x06 \x01(\x08\"\xd9\x01\n\x0eResidencyEvent\x12\x18\n\x10namespace_digest\x18\x01 \x01(\x0c\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12-\n\x06stored\x18\x03 \x01(\x0b\x32\x1b.hicache.rpc.v1.PagesStoredH\x00\x12/\n\x07removed\x18\x04 \x01(\x0b\x32\x1c.hicache.rpc.v1.PagesRemovedH\x00\x12/\n\x07\x63leared\x18\x05 \x01(\x0b\x32\x1c.hicache.rpc.v1.PagesClearedH\x00\x42\x08\n\x06\x63hange\"\x7f\n\x0bPagesStored\x12\"\n\x04tier\x18\x01 \x01(\x0e\x32\x14.hicache.rpc.v1.Tier\x12\x13\n\x0bpage_hashes\x18\x02 \x01(\x0c\x12\x13\n\x0bparent_hash\x18\x03 \x01(\x0c\x12\x12\n\nfirst_page\x18\x04 \x01(\r\x12\x0e\n\x06tokens\x18\x05 \x01(\x0c\"W\n\x0cPagesRemoved\x12\"\n\x04tier\x18\x01 \x01(\x0e\x32\x14.hicache.rpc.v1.Tier\x12\x13\n\x0bpage_hashes\x18\x02 \x01(\x0c\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x0e\n\x0cPagesCleared*N\n\x04Tier\x12\x14\n\x10TIER_UNSPECIFIED\x10\x00\x12\x0f\n\x0bTIER_DEVICE\x10\x01\x12\r\n\tTIER_HOST\x10\x02\x12\x10\n\x0cTIER_STORAGE\x10\x03\x32\x84\x06\n\x0c\x41\x64minService\x12\x41\n\x04Ping\x12\x1b.hicache.rpc.v1.PingRequest\x1a\x1c.hicache.rpc.v1.PingResponse\x12\\\n\rGetStatistics\x12$.hicache.rpc.v1.GetStatisticsRequest\x1a%.hicache.rpc.v1.GetStatisticsResponse\x12\x44\n\x05\x43lear\x12\x1c.hicache.rpc.v1.ClearRequest\x1a\x1d.hicache.rpc.v1.ClearResponse\x12>\n\x03Pin\x12\x1a.hicache.rpc.v1.PinRequest\x1a\x1b.hicache.rpc.v1.PinResponse\x12\x44\n\x05Unpin\x12\x1c.hicache.rpc.v1.UnpinRequest\x1a\x1d.hicache.rpc.v1.UnpinResponse\x12M\n\x08ListPins\x12\x1f.hicache.rpc.v1.ListPinsRequest\x1a .hicache.rpc.v1.ListPinsResponse\x12\x43\n\x04Warm\x12\x1b.hicache.rpc.v1.WarmRequest\x1a\x1c.hicache.rpc.v1.WarmResponse0\x01\x12M\n\x08\x44iagnose\x12\x1f.hicache.rpc.v1.DiagnoseRequest\x1a .hicache.rpc.v1.DiagnoseResponse\x12J\n\x07\x45xplain\x12\x1e.hicache.rpc.v1.ExplainRequest\x1a\x1f.hicache.rpc.v1.ExplainResponse\x12X\n\x0bWatchEvents\x12\".hicache.rpc.v1.WatchEventsRequest\x1a#.hicache.rpc.v1.WatchEventsResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'hicache.rpc.v1.admin_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TIER']._serialized_start=2010
-  _globals['_TIER']._serialized_end=2088
+  _globals['_TIER']._serialized_start=2142
+  _globals['_TIER']._serialized_end=2220
   _globals['_PINGREQUEST']._serialized_start=77
   _globals['_PINGREQUEST']._serialized_end=90
   _globals['_PINGRESPONSE']._serialized_start=93
@@ -56,24 +56,28 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WARMREQUEST']._serialized_end=1132
   _globals['_WARMRESPONSE']._serialized_start=1134
   _globals['_WARMRESPONSE']._serialized_end=1207
-  _globals['_DIAGNOSEREQUEST']._serialized_start=1209
-  _globals['_DIAGNOSEREQUEST']._serialized_end=1226
-  _globals['_DIAGNOSERESPONSE']._serialized_start=1228
-  _globals['_DIAGNOSERESPONSE']._serialized_end=1289
-  _globals['_FINDING']._serialized_start=1291
-  _globals['_FINDING']._serialized_end=1343
-  _globals['_WATCHEVENTSREQUEST']._serialized_start=1345
-  _globals['_WATCHEVENTSREQUEST']._serialized_end=1388
-  _globals['_WATCHEVENTSRESPONSE']._serialized_start=1391
-  _globals['_WATCHEVENTSRESPONSE']._serialized_end=1554
-  _globals['_RESIDENCYEVENT']._serialized_start=1557
-  _globals['_RESIDENCYEVENT']._serialized_end=1774
-  _globals['_PAGESSTORED']._serialized_start=1776
-  _globals['_PAGESSTORED']._serialized_end=1903
-  _globals['_PAGESREMOVED']._serialized_start=1905
-  _globals['_PAGESREMOVED']._serialized_end=1992
-  _globals['_PAGESCLEARED']._serialized_start=1994
-  _globals['_PAGESCLEARED']._serialized_end=2008
-  _globals['_ADMINSERVICE']._serialized_start=2091
-  _globals['_ADMINSERVICE']._serialized_end=2787
+  _globals['_EXPLAINREQUEST']._serialized_start=1209
+  _globals['_EXPLAINREQUEST']._serialized_end=1306
+  _globals['_EXPLAINRESPONSE']._serialized_start=1308
+  _globals['_EXPLAINRESPONSE']._serialized_end=1339
+  _globals['_DIAGNOSEREQUEST']._serialized_start=1341
+  _globals['_DIAGNOSEREQUEST']._serialized_end=1358
+  _globals['_DIAGNOSERESPONSE']._serialized_start=1360
+  _globals['_DIAGNOSERESPONSE']._serialized_end=1421
+  _globals['_FINDING']._serialized_start=1423
+  _globals['_FINDING']._serialized_end=1475
+  _globals['_WATCHEVENTSREQUEST']._serialized_start=1477
+  _globals['_WATCHEVENTSREQUEST']._serialized_end=1520
+  _globals['_WATCHEVENTSRESPONSE']._serialized_start=1523
+  _globals['_WATCHEVENTSRESPONSE']._serialized_end=1686
+  _globals['_RESIDENCYEVENT']._serialized_start=1689
+  _globals['_RESIDENCYEVENT']._serialized_end=1906
+  _globals['_PAGESSTORED']._serialized_start=1908
+  _globals['_PAGESSTORED']._serialized_end=2035
+  _globals['_PAGESREMOVED']._serialized_start=2037
+  _globals['_PAGESREMOVED']._serialized_end=2124
+  _globals['_PAGESCLEARED']._serialized_start=2126
+  _globals['_PAGESCLEARED']._serialized_end=2140
+  _globals['_ADMINSERVICE']._serialized_start=2223
+  _globals['_ADMINSERVICE']._serialized_end=2995
 # @@protoc_insertion_point(module_scope)

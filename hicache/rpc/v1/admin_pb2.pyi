@@ -399,6 +399,49 @@ class WarmResponse(google.protobuf.message.Message):
 Global___WarmResponse: typing_extensions.TypeAlias = WarmResponse
 
 @typing.final
+class ExplainRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TARGET_FIELD_NUMBER: builtins.int
+    TOKENS_FIELD_NUMBER: builtins.int
+    STORAGE_SECONDS_FIELD_NUMBER: builtins.int
+    tokens: builtins.bytes
+    """The prompt: token ids as u32 little endian."""
+    storage_seconds: builtins.float
+    """Seconds that storage has to say which pages it has; 0: it is not asked."""
+    @property
+    def target(self) -> Global___Target: ...
+    def __init__(
+        self,
+        *,
+        target: Global___Target | None = ...,
+        tokens: builtins.bytes = ...,
+        storage_seconds: builtins.float = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["target", b"target"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["storage_seconds", b"storage_seconds", "target", b"target", "tokens", b"tokens"]) -> None: ...
+
+Global___ExplainRequest: typing_extensions.TypeAlias = ExplainRequest
+
+@typing.final
+class ExplainResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JSON_FIELD_NUMBER: builtins.int
+    json: builtins.str
+    """A JSON document, which `hicache explain --json` prints: the records of `hicache.analytics.explain`, one for each pool
+    of the model. Its fields can grow without a new version of this file.
+    """
+    def __init__(
+        self,
+        *,
+        json: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["json", b"json"]) -> None: ...
+
+Global___ExplainResponse: typing_extensions.TypeAlias = ExplainResponse
+
+@typing.final
 class DiagnoseRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -79,6 +79,11 @@ class AdminServiceStub(object):
                 request_serializer=hicache_dot_rpc_dot_v1_dot_admin__pb2.DiagnoseRequest.SerializeToString,
                 response_deserializer=hicache_dot_rpc_dot_v1_dot_admin__pb2.DiagnoseResponse.FromString,
                 _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/hicache.rpc.v1.AdminService/Explain',
+                request_serializer=hicache_dot_rpc_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=hicache_dot_rpc_dot_v1_dot_admin__pb2.ExplainResponse.FromString,
+                _registered_method=True)
         self.WatchEvents = channel.unary_stream(
                 '/hicache.rpc.v1.AdminService/WatchEvents',
                 request_serializer=hicache_dot_rpc_dot_v1_dot_admin__pb2.WatchEventsRequest.SerializeToString,
@@ -145,6 +150,13 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Explain(self, request, context):
+        """Says why a prompt misses. Moves, pins and counts nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def WatchEvents(self, request, context):
         """Residency changes in order, from a number on or from now on.
         """
@@ -194,6 +206,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Diagnose,
                     request_deserializer=hicache_dot_rpc_dot_v1_dot_admin__pb2.DiagnoseRequest.FromString,
                     response_serializer=hicache_dot_rpc_dot_v1_dot_admin__pb2.DiagnoseResponse.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=hicache_dot_rpc_dot_v1_dot_admin__pb2.ExplainRequest.FromString,
+                    response_serializer=hicache_dot_rpc_dot_v1_dot_admin__pb2.ExplainResponse.SerializeToString,
             ),
             'WatchEvents': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchEvents,
@@ -416,6 +433,33 @@ class AdminService(object):
             '/hicache.rpc.v1.AdminService/Diagnose',
             hicache_dot_rpc_dot_v1_dot_admin__pb2.DiagnoseRequest.SerializeToString,
             hicache_dot_rpc_dot_v1_dot_admin__pb2.DiagnoseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/hicache.rpc.v1.AdminService/Explain',
+            hicache_dot_rpc_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
+            hicache_dot_rpc_dot_v1_dot_admin__pb2.ExplainResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -153,6 +153,22 @@ _AdminServiceDiagnoseType = typing_extensions.TypeVar(
     ],
 )
 
+_AdminServiceExplainType = typing_extensions.TypeVar(
+    '_AdminServiceExplainType',
+    grpc.UnaryUnaryMultiCallable[
+        hicache.rpc.v1.admin_pb2.ExplainRequest,
+        hicache.rpc.v1.admin_pb2.ExplainResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        hicache.rpc.v1.admin_pb2.ExplainRequest,
+        hicache.rpc.v1.admin_pb2.ExplainResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        hicache.rpc.v1.admin_pb2.ExplainRequest,
+        hicache.rpc.v1.admin_pb2.ExplainResponse,
+    ],
+)
+
 _AdminServiceWatchEventsType = typing_extensions.TypeVar(
     '_AdminServiceWatchEventsType',
     grpc.UnaryStreamMultiCallable[
@@ -169,7 +185,7 @@ _AdminServiceWatchEventsType = typing_extensions.TypeVar(
     ],
 )
 
-class AdminServiceStub(typing.Generic[_AdminServicePingType, _AdminServiceGetStatisticsType, _AdminServiceClearType, _AdminServicePinType, _AdminServiceUnpinType, _AdminServiceListPinsType, _AdminServiceWarmType, _AdminServiceDiagnoseType, _AdminServiceWatchEventsType]):
+class AdminServiceStub(typing.Generic[_AdminServicePingType, _AdminServiceGetStatisticsType, _AdminServiceClearType, _AdminServicePinType, _AdminServiceUnpinType, _AdminServiceListPinsType, _AdminServiceWarmType, _AdminServiceDiagnoseType, _AdminServiceExplainType, _AdminServiceWatchEventsType]):
     @typing.overload
     def __init__(self: AdminServiceStub[
         grpc.UnaryUnaryMultiCallable[
@@ -203,6 +219,10 @@ class AdminServiceStub(typing.Generic[_AdminServicePingType, _AdminServiceGetSta
         grpc.UnaryUnaryMultiCallable[
             hicache.rpc.v1.admin_pb2.DiagnoseRequest,
             hicache.rpc.v1.admin_pb2.DiagnoseResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            hicache.rpc.v1.admin_pb2.ExplainRequest,
+            hicache.rpc.v1.admin_pb2.ExplainResponse,
         ],
         grpc.UnaryStreamMultiCallable[
             hicache.rpc.v1.admin_pb2.WatchEventsRequest,
@@ -244,6 +264,10 @@ class AdminServiceStub(typing.Generic[_AdminServicePingType, _AdminServiceGetSta
             hicache.rpc.v1.admin_pb2.DiagnoseRequest,
             hicache.rpc.v1.admin_pb2.DiagnoseResponse,
         ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            hicache.rpc.v1.admin_pb2.ExplainRequest,
+            hicache.rpc.v1.admin_pb2.ExplainResponse,
+        ],
         grpc.aio.UnaryStreamMultiCallable[
             hicache.rpc.v1.admin_pb2.WatchEventsRequest,
             hicache.rpc.v1.admin_pb2.WatchEventsResponse,
@@ -273,6 +297,9 @@ class AdminServiceStub(typing.Generic[_AdminServicePingType, _AdminServiceGetSta
 
     Diagnose: _AdminServiceDiagnoseType
     """Sends a page through every tier and back, and looks at limits and rights."""
+
+    Explain: _AdminServiceExplainType
+    """Says why a prompt misses. Moves, pins and counts nothing."""
 
     WatchEvents: _AdminServiceWatchEventsType
     """Residency changes in order, from a number on or from now on."""
@@ -309,6 +336,10 @@ AdminServiceAsyncStub: typing_extensions.TypeAlias = AdminServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         hicache.rpc.v1.admin_pb2.DiagnoseRequest,
         hicache.rpc.v1.admin_pb2.DiagnoseResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        hicache.rpc.v1.admin_pb2.ExplainRequest,
+        hicache.rpc.v1.admin_pb2.ExplainResponse,
     ],
     grpc.aio.UnaryStreamMultiCallable[
         hicache.rpc.v1.admin_pb2.WatchEventsRequest,
@@ -380,6 +411,14 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[hicache.rpc.v1.admin_pb2.DiagnoseResponse, collections.abc.Awaitable[hicache.rpc.v1.admin_pb2.DiagnoseResponse]]:
         """Sends a page through every tier and back, and looks at limits and rights."""
+
+    @abc.abstractmethod
+    def Explain(
+        self,
+        request: hicache.rpc.v1.admin_pb2.ExplainRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[hicache.rpc.v1.admin_pb2.ExplainResponse, collections.abc.Awaitable[hicache.rpc.v1.admin_pb2.ExplainResponse]]:
+        """Says why a prompt misses. Moves, pins and counts nothing."""
 
     @abc.abstractmethod
     def WatchEvents(

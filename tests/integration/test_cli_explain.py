@@ -1,0 +1,42 @@
+"""`hicache explain` of a running service, as its users run it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import hicache
+from hicache.cli import main
+from hicache.testing.sidecars import ServiceProcess, namespace_of
+
+NAMESPACE = namespace_of(8192, model="org/explained")
+PROMPT = np.arange(70, dtype=np.uint32)
+
+
+def test_misses_are_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What a prompt would get and why not more, of the model that is named; nothing is counted for it."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps(PROMPT.tolist()) + "\n" + json.dumps([*range(32), *range(100, 132)]) + "\n")
+    with ServiceProcess(tmp_path, "--set", "storage.url=memory://") as service:
+        cache = hicache.connect(service.address, NAMESPACE, required=True)
+        with cache, cache.request(PROMPT) as request:
+            request.write_from([bytes(cache.host.page_bytes)] * len(request.allocate()))
+            request.commit(ready=hicache.READY)
+        command = ["explain", service.address, "--model", "org/explained", "--prompts", str(prompts)]
+        assert main([*command, "--json"]) == 0
+        whole, edited = json.loads(capsys.readouterr().out)["explanations"]
+        assert (whole["prompt"], whole["usable_pages"], whole["causes"][0]["reason"]) == (0, 4, "unaligned_tail")
+        assert (edited["prompt"], edited["usable_tokens"], edited["causes"][0]["reason"]) == (1, 32, "cold")
+        assert main([*command, "--salt", "s"]) == 0
+        shown = " ".join(capsys.readouterr().out.split())
+        assert "known under another namespace, which differs in salt: asked digest" in shown
+        assert main(["stats", service.address, "--json"]) == 0
+        (pool,) = json.loads(capsys.readouterr().out)["pools"]
+        assert pool["statistics"]["requests"] == 1
+        command[3] = "nobody"
+        assert main(command) == 2
+        message = capsys.readouterr().err
+        assert (message.count("\n"), "no pool of model" in message) == (1, True)
