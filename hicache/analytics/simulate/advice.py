@@ -98,8 +98,8 @@ def _knee(name: str, chosen: SimulationResult, results: Sequence[SimulationResul
         return
     sizes = [_size(result.settings, name) for result in line]
     found = knee(sizes, [result.hit_rate_pages for result in line])
-    if found is None:
-        yield f"No doubling of --{name} in the sweep adds {100 * WORTH_DOUBLING:g} point."
+    if not found:  # that of the smallest size is none that was simulated
+        yield f"No doubling of --{name} in the sweep adds {100 * WORTH_DOUBLING:g} point: its smallest size is enough."
     elif found == len(line) - 1:
         yield f"The knee of --{name} is at {sizes[found]:,.0f} pages or beyond the sweep: its last doubling still paid."
     else:

@@ -72,7 +72,7 @@ class Costs:
     def __post_init__(self) -> None:
         for name in ("token_bytes", "prefill_rate", "device_link", "storage_read", "storage_write"):
             if not getattr(self, name) > 0:
-                raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be above 0")
+                raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name):g}: must be above 0")
         for name in ("storage_latency", "gpu_hour_price"):
             value = getattr(self, name)
             if value is not None and not (value >= 0 and isfinite(value)):
