@@ -104,7 +104,7 @@ class Span:
         end = first + self.tokens - start
         for layer, planes in enumerate(layers):
             for plane, tensor in enumerate(planes):
-                self._tensor[layer, plane, row, :, start:].copy_(tensor[source, :, first:end])
+                self._tensor[layer, plane, row, :, start:].copy_(tensor.detach()[source, :, first:end])
 
     def layers(self, devices: Sequence[torch.device]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Keys and values layer by layer, `(batch, kv_heads, tokens, head_dim)`, each on the layer's device."""

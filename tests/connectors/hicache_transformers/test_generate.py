@@ -245,6 +245,14 @@ def test_what_ends_by_an_exception_stores_nothing(model: Any, opened: Any) -> No
     assert cache.cache.statistics().open_requests == 0
 
 
+def test_a_loop_that_keeps_gradients_can_be_stored(model: Any, opened: Any) -> None:
+    cache = opened()
+    for cached in (0, 40):
+        with cache.prefix(prompt()) as prefix:
+            assert prefix.cached_tokens == (cached,)
+            assert model(prompt()[:, cached:], past_key_values=prefix.past_key_values).logits.requires_grad
+
+
 def test_input_ids_by_name_and_results_with_more_than_sequences(model: Any, opened: Any) -> None:
     cache = opened()
     expected = model.generate(prompt())
