@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from hicache_vllm.plans import Load, Report, StepPlan
 
 __all__ = ["AbsentWorker"]
@@ -12,14 +14,19 @@ class AbsentWorker:
 
     Args:
         why: nothing is read or written.
+        loads, stores, kept: what another worker has left behind.
     """
 
-    def __init__(self, why: str) -> None:
+    def __init__(
+        self, why: str, *, loads: Iterable[Load] = (), stores: Iterable[int] = (), kept: Iterable[str] = ()
+    ) -> None:
         self._why = why
         self._told = False
         self._loads: list[Load] = []
-        self._kept: set[str] = set()
+        self._kept = set(kept)
         self._report = Report()
+        self._report.done.update(stores)
+        self.begin_loads(StepPlan(loads=list(loads)))
 
     def fence(self, plan: StepPlan) -> None:
         """Nothing is being read."""
@@ -33,6 +40,7 @@ class AbsentWorker:
         """They fail."""
         self._loads.extend(plan.loads)
         self._report.done.update(load.job for load in plan.loads)
+        self._report.lost.update(load.job for load in plan.loads)
 
     def wait_for_layer(self, layer: str) -> None:
         """Nothing comes."""

@@ -10,7 +10,18 @@ from typing import Any, Final
 
 from hicache.errors import ConfigError
 
-__all__ = ["NEWEST", "OLDEST", "RAN", "Facts", "engine_version", "facts_of", "version_warning"]
+__all__ = [
+    "NEWEST",
+    "OLDEST",
+    "RAN",
+    "RANGE",
+    "Facts",
+    "cpu_write",
+    "engine_version",
+    "facts_of",
+    "hit_sources",
+    "version_warning",
+]
 
 OLDEST: Final = (0, 30)
 NEWEST: Final = (0, 33)
@@ -19,7 +30,7 @@ NEWEST: Final = (0, 33)
 RAN: Final = "0.32.0"
 """The release with which everything was run."""
 
-_RANGE: Final = f"{'.'.join(map(str, OLDEST))} to {'.'.join(map(str, NEWEST))}"
+RANGE: Final = f"{'.'.join(map(str, OLDEST))} to {'.'.join(map(str, NEWEST))}"
 _FULL: Final = ("FullAttentionSpec", "MLAAttentionSpec")
 
 
@@ -92,7 +103,7 @@ def version_warning(found: str) -> str | None:
     numbers = tuple(int(part) for part in re.findall(r"\d+", found)[:2])
     if OLDEST <= numbers <= NEWEST:
         return None
-    return f"vLLM {found or 'of an unknown version'} is outside {_RANGE}, for which this connector is made"
+    return f"vLLM {found or 'of an unknown version'} is outside {RANGE}, for which this connector is made"
 
 
 def facts_of(config: Any, cache_config: Any, *, worker: bool) -> Facts:

@@ -10,11 +10,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from hicache.errors import HicacheError
 from hicache.rpc.client.cache import ConnectedCache
 from hicache_vllm.absent import AbsentWorker
-from hicache_vllm.compat import hit_sources
+from hicache_vllm.compat import RANGE, hit_sources
 from hicache_vllm.counters import Counters
-from hicache_vllm.guard import guarded
+from hicache_vllm.fitting import fit
+from hicache_vllm.guard import complain, guarded
 from hicache_vllm.metrics import HiCacheMetrics, HiCacheStats
-from hicache_vllm.plans import Load, Report, StepPlan
+from hicache_vllm.plans import Report, StepPlan
 from hicache_vllm.scheduler import SchedulerSide
 from hicache_vllm.start import Start, begin, make_worker, reach
 from hicache_vllm.wire import PlanMetadata, ReportMetadata
@@ -46,6 +47,13 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         self._plan = StepPlan()
         self._connected: bool | None = None
         worker = role is KVConnectorRole.WORKER
+        if MISFITS:
+            self._disable(
+                f"the connector interface of this vLLM has changed: {'; '.join(MISFITS)}: upgrade hicache, or use vLLM "
+                f"{RANGE}",
+                told=worker,
+            )
+            return
         try:
             self._start = begin(vllm_config, kv_cache_config, worker=worker)
             if worker:
@@ -90,58 +98,63 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         except Exception as error:  # tensors of another release
             self._disable(f"{type(error).__name__}: {error}", told=True)
 
-    @guarded(lambda *_: None)
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """Wait until what is about to be overwritten has been read."""
-        self._worker.fence(kv_connector_metadata.plan)
+        self._do("fence", kv_connector_metadata.plan)
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         """A step begins; what former steps have computed is stored meanwhile."""
         super().bind_connector_metadata(connector_metadata)
-        self._begin_step(connector_metadata)
+        self._plan = connector_metadata.plan
+        self._do("begin_stores", self._plan)
 
-    @guarded(lambda *_: None)
-    def _begin_step(self, metadata: Any) -> None:
-        self._plan = metadata.plan
-        self._worker.begin_stores(self._plan)
-
-    @guarded(lambda *_: None)
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Begin to bring pages."""
         del forward_context, kwargs
-        self._worker.begin_loads(self._plan)
+        self._do("begin_loads", self._plan)
 
-    @guarded(lambda *_: None)
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Wait until what this step needs of a layer has come."""
-        self._worker.wait_for_layer(layer_name)
+        self._do("wait_for_layer", layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """Nothing: pages are stored when all of their layers are computed."""
         del layer_name, kv_layer, attn_metadata, kwargs
 
-    @guarded(lambda *_: None)
     def wait_for_save(self) -> None:
         """See that nothing that this step needed is still coming; blocks keep until they have been read."""
-        self._worker.wait_for_layers()
+        self._do("wait_for_layers")
 
-    @guarded(lambda self, *_: (set(self._plan.kept) or None, None))
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Requests whose blocks are read, and requests whose pages have come or will not."""
         del finished_req_ids
-        sent, received = self._worker.take_finished(idle=not self._plan.tokens)
+        sent, received = self._do("take_finished", idle=not self._plan.tokens)
         return sent or None, received or None
 
-    @guarded(lambda self: {block for load in self._plan.loads for block in load.blocks})
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks that did not come, so that the engine computes them."""
-        return self._worker.take_bad_blocks()
+        bad: set[int] = self._do("take_bad_blocks")
+        return bad
 
-    @guarded(lambda *_: None)
     def build_connector_worker_meta(self) -> Any:
         """What has ended."""
-        report: Report = self._worker.take_report()
+        report: Report = self._do("take_report")
         return ReportMetadata(report) if report else None
+
+    def _do(self, verb: str, *arguments: Any, **named: Any) -> Any:
+        """A verb of the worker. One that fails leaves: what it has promised is answered by one that only says no."""
+        try:
+            return getattr(self._worker, verb)(*arguments, **named)
+        except Exception as error:
+            complain(verb, error)
+            self._worker = self._left(self._worker, f"{verb} failed: {type(error).__name__}: {error}")
+            return getattr(self._worker, verb)(*arguments, **named)
+
+    def _left(self, worker: WorkerSide | AbsentWorker, why: str) -> AbsentWorker:
+        if isinstance(worker, AbsentWorker):
+            return AbsentWorker(why)
+        loads, stores, kept = worker.leave()
+        return AbsentWorker(why, loads=loads, stores=stores, kept=kept)
 
     # ---- the scheduler
 
@@ -158,11 +171,10 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             return
         try:
             self._scheduler.allocated(request, blocks, num_external_tokens)
-        except Exception:
-            _log.exception("hicache: a load could not be planned, and its tokens are computed")
+        except Exception as error:
+            complain("update_state_after_alloc", error)
             if num_external_tokens:  # the engine waits for it, and has to hear that it failed
-                every = list(blocks.get_block_ids()[0])
-                self._scheduler.fail(Load(0, str(request.request_id), None, every, 0))
+                self._scheduler.fail(request, blocks)
 
     @guarded(lambda *_: {})
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
@@ -177,8 +189,9 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         if self._scheduler is not None:
             try:
                 self._scheduler.plan(scheduler_output, plan)
-            except Exception:
-                _log.exception("hicache: a step could not be planned in full")
+            except Exception as error:
+                complain("build_connector_meta", error)
+                self._scheduler.rescue(plan, f"a step could not be planned: {type(error).__name__}: {error}")
         return PlanMetadata(plan)
 
     @guarded(lambda *_: None)
@@ -188,7 +201,7 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             return
         metadata = getattr(connector_output, "kv_connector_worker_meta", None)
         report = metadata.report if isinstance(metadata, ReportMetadata) else None
-        self._scheduler.reported(report, failed=bool(connector_output.invalid_block_ids))
+        self._scheduler.reported(report)
 
     @guarded(lambda *_: (False, None))
     def request_finished_all_groups(
@@ -253,3 +266,7 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             self._cache.close(CLOSE_SECONDS)
         if self._start is not None and self._start.service is not None:
             self._start.service.close()
+
+
+MISFITS: Final = fit(HiCacheConnector, KVConnectorBase_V1, SupportsHMA)
+"""What the installed vLLM asks for otherwise than this module has it."""

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
-__all__ = ["guarded"]
+__all__ = ["complain", "guarded"]
 
 _log = logging.getLogger("vllm.hicache")
 
@@ -33,7 +33,7 @@ def guarded(default: Callable[..., Any]) -> Callable[[Callable[..., Any]], Calla
             try:
                 return method(self, *arguments, **named)
             except Exception as error:
-                _complain(method.__name__, error)
+                complain(method.__name__, error)
                 return default(self, *arguments, **named)
 
         return call
@@ -41,7 +41,8 @@ def guarded(default: Callable[..., Any]) -> Callable[[Callable[..., Any]], Calla
     return wrap
 
 
-def _complain(name: str, error: Exception) -> None:
+def complain(name: str, error: Exception) -> None:
+    """Log an error of an entry point, at most once a minute."""
     now = time.monotonic()
     with _lock:
         again = now - _said.get(name, -SECONDS) < SECONDS

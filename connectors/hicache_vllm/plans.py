@@ -95,20 +95,20 @@ class Report:
         done: how many workers have ended each job.
         audited: of audited pages, by outcome: "equal", "different" or why they could not be compared.
         refused: why a worker reads and writes nothing; empty while all do.
-        failed: pages that did not come, or were not stored, by reason.
+        lost: jobs of loads of which blocks did not come.
     """
 
     done: Counter[int] = field(default_factory=Counter)
     audited: Counter[str] = field(default_factory=Counter)
     refused: str = ""
-    failed: Counter[str] = field(default_factory=Counter)
+    lost: set[int] = field(default_factory=set)
 
     def __bool__(self) -> bool:
-        return bool(self.done or self.audited or self.refused or self.failed)
+        return bool(self.done or self.audited or self.refused or self.lost)
 
     def add(self, other: Report) -> None:
         """Take another worker's report in."""
         self.done.update(other.done)
         self.audited.update(other.audited)
-        self.failed.update(other.failed)
+        self.lost |= other.lost
         self.refused = self.refused or other.refused

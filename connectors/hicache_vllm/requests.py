@@ -26,6 +26,7 @@ class Tracked:
         shared: key by which others wait for what it loads, or None.
         waited: when it began to wait for another's load, or None.
         planned: leading pages that are in host memory, or on their way there.
+        refused: whether a load of it has failed, so that nothing more is brought.
         works: numbers of its stores and audits that are not over, and read blocks that are its own.
         audited: whether the last page of its hit is computed all the same; `audit`: index of that page, once known.
         rest: once it has ended, whole pages that it has computed, and its blocks.
@@ -41,6 +42,7 @@ class Tracked:
         self.waited: float | None = None
         self.planned = 0
         self.works: set[int] = set()
+        self.refused = False
         self.audited = audited
         self.audit: int | None = None
         self.rest: tuple[int, list[int]] = (0, [])

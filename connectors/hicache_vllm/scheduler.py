@@ -92,6 +92,7 @@ class SchedulerSide:
         self._loading: dict[int, Tracked] = {}
         self._shared: dict[bytes, str] = {}
         self._done: Counter[int] = Counter()
+        self._lost: set[int] = set()
         self._refused = ""
 
     @property
@@ -130,7 +131,12 @@ class SchedulerSide:
         return tokens, tokens > 0 and self._settings.load == "async"
 
     def _may_read(self, tracked: Tracked, request: Any) -> bool:
-        if tracked.scope is None or not self._reads or getattr(request, "skip_reading_prefix_cache", False):
+        if (
+            tracked.scope is None
+            or tracked.refused
+            or not self._reads
+            or getattr(request, "skip_reading_prefix_cache", False)
+        ):
             return False
         return (tracked.length - 1) // self._page * self._page > tracked.local and self.usable
 
@@ -181,18 +187,23 @@ class SchedulerSide:
             first,
             layerwise=self._settings.load == "sync",
         )
-        self._loads.append(load)
-        self._loading[load.job] = tracked
-        tracked.loading = True
-        tracked.planned = (tracked.local + tokens) // self._page
-        if not load.layerwise:
-            tracked.shared = self._key(tracked)
-            self._shared[tracked.shared] = tracked.id
+        shared = None if load.layerwise else self._key(tracked)
         self._counters.hit(self.sources(request, tokens))
-
-    def fail(self, load: Load) -> None:
-        """Blocks were promised and nothing will come: the engine hears it with the next step."""
+        tracked.planned = (tracked.local + tokens) // self._page
+        tracked.loading = True
+        tracked.shared = shared
+        if shared is not None:
+            self._shared[shared] = tracked.id
+        self._loading[load.job] = tracked
         self._loads.append(load)
+
+    def fail(self, request: Any, blocks: Any) -> None:
+        """Blocks were promised and nothing will come: the engine hears it with the next step, and computes them."""
+        name = str(request.request_id)
+        tracked = self._requests.get(name)
+        if tracked is not None:
+            tracked.refused = True
+        self._loads.append(Load(next(self._numbers), name, None, list(blocks.get_block_ids()[0]), 0))
 
     def sources(self, request: Any, tokens: int) -> dict[str, int]:
         """From which tier the tokens of a load come: "host" or "disk"."""
@@ -224,24 +235,27 @@ class SchedulerSide:
                     self._scopes.seen(tracked.scope)
                     self._stores.begin(tracked, tracked.whole_after(count), lambda name=name: _first(state, name))  # type: ignore[misc]
 
+    def rescue(self, plan: StepPlan, why: str) -> None:
+        """A step could not be planned: tell at least what the engine waits for, and use the cache no more."""
+        plan.loads, self._loads = [*plan.loads, *self._loads], []
+        plan.kept += self._stores.rescue()
+        if not self._refused:
+            self.refuse(why)
+
     def _preempted(self, name: str) -> bool:
         tracked = self._requests.get(name)
         return tracked is not None and tracked.preempted()
 
     # ---- what workers report
 
-    def reported(self, report: Report | None, *, failed: bool) -> None:
-        """A step has ended.
-
-        Args:
-            report: of all workers together, or None.
-            failed: whether blocks did not come, so that the engine computes them.
-        """
+    def reported(self, report: Report | None) -> None:
+        """A step has ended; the report is of all workers together."""
         self._prefill.ended()
         if report is None:
             return
         if report.refused and not self._refused:
             self.refuse(report.refused)
+        self._lost |= report.lost
         for job, count in report.done.items():
             self._done[job] += count
             if self._done[job] < self._workers:
@@ -251,7 +265,8 @@ class SchedulerSide:
             if tracked is None:
                 self._stores.over(job)
             else:
-                self._loaded(tracked, failed=failed)
+                self._loaded(tracked, failed=job in self._lost)
+            self._lost.discard(job)
         for outcome, pages in report.audited.items():
             self._counters.add("audited_pages", outcome, pages)
         if report.audited["different"]:
@@ -261,7 +276,8 @@ class SchedulerSide:
         tracked.loading = False
         if tracked.audit is None:
             tracked.drop_lookup()
-        if failed:
+        if failed:  # it would only fail again, and the engine would try for ever
+            tracked.refused = True
             tracked.planned = 0
             self._unshare(tracked)
 

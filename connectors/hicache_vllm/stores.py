@@ -187,6 +187,18 @@ class Stores:
         self._save(tracked, pages, blocks)
         return bool(tracked.works)
 
+    def rescue(self) -> list[str]:
+        """Give up what no worker reads, and take the requests whose blocks nobody needs any more."""
+        for job in [job for job, work in self._works.items() if work.stage is not Stage.SENT]:
+            work = self._works.pop(job)
+            work.end(aborted=True)
+            work.tracked.works.discard(job)
+        done = [name for name, tracked in self._ended.items() if not tracked.works]
+        for name in done:
+            del self._ended[name]
+        kept, self._kept = [*self._kept, *done], []
+        return kept
+
     def close(self) -> None:
         """Give all leases back."""
         for work in self._works.values():

@@ -68,6 +68,7 @@ class WorkerSide:
         self._bad: set[int] = set()
         self._report = Report()
         self._kept: set[str] = set()
+        self._overwritten: set[int] = set()
 
     # ---- a step
 
@@ -75,7 +76,8 @@ class WorkerSide:
         """Wait until the stores whose blocks this step may overwrite have read them."""
         jobs = set(plan.fence)
         if jobs and not self._copier.wait_for(lambda: jobs.isdisjoint(self._waiting), FENCE_SECONDS):
-            self._counters.failed("fence")
+            with self._lock:
+                self._overwritten |= jobs & set(self._waiting)
 
     def begin_stores(self, plan: StepPlan) -> None:
         """Begin to read what former steps have computed."""
@@ -120,7 +122,9 @@ class WorkerSide:
 
     def _end(self, work: Load | Store | Audit) -> None:
         with self._lock:
-            del self._waiting[work.job]
+            if self._waiting.pop(work.job, None) is None:
+                return  # this worker has left
+            self._overwritten.discard(work.job)
             self._layerwise.pop(work.job, None)
             self._report.done[work.job] += 1
             if isinstance(work, Load) and not work.layerwise:
@@ -158,6 +162,15 @@ class WorkerSide:
         """End the thread; what was not copied is not."""
         self._copier.close()
 
+    def leave(self) -> tuple[list[Load], list[int], set[str]]:
+        """End for good: loads that have not come, jobs of stores that were not done, and requests to be reported."""
+        self._copier.close()
+        with self._lock:
+            loads = [work for work in self._waiting.values() if isinstance(work, Load)]
+            stores = [work.job for work in self._waiting.values() if not isinstance(work, Load)]
+            self._waiting.clear()
+            return loads, stores, set(self._kept)
+
     # ---- loads
 
     def _load(self, load: Load) -> None:
@@ -173,6 +186,7 @@ class WorkerSide:
                 self._counters.failed(f"load: {reason}", -(-(len(load.blocks) - done) // self._per_page))
                 with self._lock:
                     self._bad.update(load.blocks[done:])
+                    self._report.lost.add(load.job)
             self._counters.add("load_seconds", count=time.monotonic() - begun)
             self._counters.add("load_bytes", count=done * self._tensors.block_bytes)
 
@@ -210,8 +224,10 @@ class WorkerSide:
         pages = store.end - store.first
         with self._cache.join(store.ticket) as joined:
             done = self._write(joined, store)
+            with self._lock:
+                done = 0 if store.job in self._overwritten else done
             if done:
-                joined.commit(upto=(store.first + done) * self._cache.page_size, wait=False)
+                joined.commit(upto=(store.first + done) * self._cache.page_size)
         if done < pages:
             self._counters.failed("store: lost", pages - done)
         self._counters.add("store_seconds", count=time.monotonic() - begun)

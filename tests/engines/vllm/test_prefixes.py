@@ -1,4 +1,4 @@
-"""Prompts in a real engine with a private service: the tokens are as without a cache, and every computable hit is one."""
+"""Prompts in a real engine with a private service: tokens are as without a cache, and every computable hit is one."""
 
 from __future__ import annotations
 

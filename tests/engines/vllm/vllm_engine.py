@@ -244,7 +244,22 @@ def _metrics(llm: Any) -> dict[str, float]:
     return found
 
 
-_COMMANDS = {"generate": _generate, "reset": _reset, "metrics": _metrics}
+def _lose(llm: Any, pid: int) -> bool:
+    """Let the service die between the next match and its load."""
+    connector = llm.llm_engine.engine_core.engine_core.scheduler.connector
+    promise = connector.update_state_after_alloc
+
+    def lose(request: Any, blocks: Any, tokens: int) -> None:
+        promise(request, blocks, tokens)
+        if tokens:
+            os.kill(pid, signal.SIGKILL)
+            connector.update_state_after_alloc = promise
+
+    connector.update_state_after_alloc = lose
+    return True
+
+
+_COMMANDS = {"generate": _generate, "reset": _reset, "metrics": _metrics, "lose": _lose}
 
 if __name__ == "__main__":
     _main()

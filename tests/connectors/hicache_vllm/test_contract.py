@@ -1,0 +1,194 @@
+"""The connector's class against vLLM's interface as it was recorded of 0.32.0, and what it says of configurations."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from vllm_recorded import (
+    RECORD,
+    FullAttentionSpec,
+    Role,
+    SlidingWindowSpec,
+    cache_config,
+    signature_of,
+    vllm_config,
+)
+from vllm_small_engine import BLOCK, DTYPE, HEADS, LAYERS, WIDTH
+
+import hicache_vllm
+
+Install = Callable[..., Any]
+AWAY = {"address": "unix:///nowhere/hicache.sock", "page_size": 2 * BLOCK}
+
+
+def scheduler(install: Install, spec: Any, extra: dict[str, Any] | None = None, **changed: Any) -> Any:
+    """A scheduling connector without a service."""
+    config = vllm_config(AWAY if extra is None else extra, spec, layers=LAYERS, **changed)
+    return install().HiCacheConnector(config, Role.SCHEDULER, cache_config(spec))
+
+
+@pytest.mark.case("PLUG-3")
+def test_every_recorded_call_binds(install: Install) -> None:
+    ours = install().HiCacheConnector
+    for name in ("KVConnectorBase_V1", "SupportsHMA"):
+        for method, text in RECORD["classes"][name].items():
+            kind, _, names = text.partition(":")
+            own = inspect.getattr_static(ours, method)
+            if kind.endswith("method") and not method.startswith("_"):
+                function = own.__func__ if isinstance(own, classmethod) else own
+                asked = list(signature_of(names.split()).parameters)
+                assert list(inspect.signature(function).parameters)[: len(asked)] == asked, method
+
+
+@pytest.mark.case("PLUG-3")
+def test_interface_of_a_newer_release_is_no_cache_and_says_so(
+    install: Install, spec: FullAttentionSpec, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An abstract method that is not known here, and a call with another parameter: the engine starts all the same."""
+    more = {"begin_step": "abstract method: self step", "wait_for_save": "abstract method: self step"}
+    connector = install(more).HiCacheConnector(
+        vllm_config(AWAY, spec, layers=LAYERS), Role.SCHEDULER, cache_config(spec)
+    )
+    assert "asks for begin_step" in caplog.text
+    assert "calls wait_for_save" in caplog.text
+    assert connector.get_num_new_matched_tokens(object(), 0) == (0, False)
+    assert connector.request_finished(object(), []) == (False, None)
+    assert connector.reset_cache() is None
+    connector.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("extra", "changed", "text"),
+    [
+        ({}, {}, "neither address nor host is given"),
+        ({"address": "nonsense"}, {}, "address 'nonsense' is none that is known"),
+        ({"address": "unix:///x", "host": "1GiB"}, {}, "host and address are both given"),
+        ({"host": "lots"}, {}, "lots"),
+        ({"adress": "unix:///x"}, {}, "unknown field `adress`"),
+        (AWAY | {"page_size": 6}, {}, "page_size=6 is no multiple of vLLM's block size 4: use 8"),
+        (AWAY | {"page_size": 0}, {}, "page_size is 0"),
+        (AWAY | {"deadline": 0}, {}, "deadline is 0"),
+        (AWAY | {"audit_probability": 2}, {}, "audit_probability is 2"),
+        (AWAY | {"audit_tolerance": 1}, {}, "audit_tolerance is 1"),
+        (AWAY | {"scales": "xyz"}, {}, "scales must be a digest"),
+        (AWAY | {"load": "later"}, {}, "load"),
+        (AWAY | {"head_group": 3}, {}, "head_group"),
+        (AWAY, {"kv_transfer_config__kv_load_failure_policy": "fail"}, '"kv_load_failure_policy": "recompute"'),
+        (AWAY, {"model_config__is_mm_prefix_lm": True}, "prefix-LM"),
+        (AWAY, {"cache_config__calculate_kv_scales": True}, "calculate_kv_scales"),
+        (AWAY, {"parallel_config__decode_context_parallel_size": 2}, "decode_context_parallel_size=2"),
+    ],
+)
+def test_configurations_that_cannot_work_are_one_line(
+    install: Install,
+    spec: FullAttentionSpec,
+    extra: dict[str, Any],
+    changed: dict[str, Any],
+    text: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    connector = scheduler(install, spec, extra, **changed)
+    (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    assert line.startswith("hicache: runs without a cache: ")
+    assert text in line
+    assert "\n" not in line
+    assert connector.get_num_new_matched_tokens(object(), 0) == (0, False)
+    connector.shutdown()
+
+
+def test_groups_that_are_not_full_attention_are_refused(
+    install: Install, spec: FullAttentionSpec, caplog: pytest.LogCaptureFixture
+) -> None:
+    window = SlidingWindowSpec(heads=HEADS, width=WIDTH, block=BLOCK, dtype=DTYPE)
+    config = vllm_config(AWAY, spec, layers=LAYERS)
+    install().HiCacheConnector(config, Role.SCHEDULER, cache_config(spec, window))
+    assert "groups of FullAttentionSpec, SlidingWindowSpec: one group of full attention is cached" in caplog.text
+    spec.sliding_window = 128
+    scheduler(install, spec)
+    assert "sliding_window=128" in caplog.text
+
+
+@pytest.mark.parametrize("version", ["0.29.1", "0.34.0", ""])
+def test_releases_outside_the_range_are_warned_about(
+    install: Install, spec: FullAttentionSpec, version: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = install()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hicache_vllm.compat.engine_version", lambda: version)
+        module.HiCacheConnector(vllm_config(AWAY, spec, layers=LAYERS), Role.SCHEDULER, cache_config(spec)).shutdown()
+    assert "is outside 0.30 to 0.33" in caplog.text
+
+
+def test_layout_that_is_not_understood_is_opaque_and_warned_about(
+    install: Install, spec: FullAttentionSpec, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="vllm.hicache"):
+        scheduler(install, spec, AWAY | {"audit_probability": 0.5}, backend="NEW_ATTN").shutdown()
+    assert "is not understood (NEW_ATTN, bfloat16)" in caplog.text
+    assert "opaque:vllm/NEW_ATTN/0.32.0/4x8-bfloat16" in caplog.text
+    assert "nothing is audited" in caplog.text
+
+
+def test_service_that_refuses_the_namespace_is_one_line(
+    install: Install, spec: FullAttentionSpec, service: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Ranks of one instance that do not say the same of their pages."""
+    made = []
+    for heads in (1, 2):
+        config = vllm_config(
+            AWAY | {"address": service.address, "head_group": heads, "pool_size": 65536}, spec, layers=LAYERS
+        )
+        made.append(install().HiCacheConnector(config, Role.SCHEDULER, cache_config(spec)))
+    lines = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    assert [line for line in lines] == ["x"]
+    for connector in made:
+        connector.shutdown()
+
+
+def test_metrics_have_vllms_labels(install: Install) -> None:
+    """Counts go to vLLM's log as one line, and to Prometheus with the reason as a label more."""
+    module = install()
+    told: list[tuple[str, tuple[Any, ...], float]] = []
+
+    class Metric:
+        def __init__(self, name: str, documentation: str, labelnames: list[str], **_: Any) -> None:
+            self.name, self.labelnames = name, labelnames
+
+        def labels(self, *values: Any) -> Any:
+            assert len(values) == len(self.labelnames)
+            self.values = values
+            return self
+
+        def inc(self, count: float) -> None:
+            told.append((self.name, self.values, count))
+
+        set = inc
+
+    connector = module.HiCacheConnector
+    one = connector.build_kv_connector_stats({"loads": 1, "failed_pages/lost": 2, "connected": True})
+    one.aggregate(connector.build_kv_connector_stats({"loads": 2, "connected": False}))
+    assert one.reduce() == {"connected": False, "failed_pages/lost": 2, "loads": 3}
+    assert not one.is_empty()
+    metrics = connector.build_prom_metrics(None, {"counter": Metric, "gauge": Metric}, ["model"], {0: ["m"]})
+    metrics.observe({**one.data, "unknown": 1})
+    assert told == [
+        ("vllm:hicache_loads", ("m",), 3),
+        ("vllm:hicache_failed_pages", ("m", "lost"), 2),
+        ("vllm:hicache_connected", ("m",), False),
+    ]
+    one.reset()
+    assert one.is_empty()
+
+
+def test_package_names_its_class(install: Install) -> None:
+    module = install()
+    assert hicache_vllm.HiCacheConnector is module.HiCacheConnector
+    assert dir(hicache_vllm) == ["HiCacheConnector"]
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        _ = hicache_vllm.Nothing
+    assert module.HiCacheConnector.requires_piecewise_for_cudagraph({"load": "sync"})
+    assert not module.HiCacheConnector.requires_piecewise_for_cudagraph({})

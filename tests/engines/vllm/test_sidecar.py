@@ -1,0 +1,232 @@
+"""A real engine and a service in a process of its own that dies, comes late, freezes, fills up or is damaged.
+
+In each case the engine lives, its tokens are as without a cache, and a request waits no longer than its budget.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from conftest import prompt_of
+from vllm_engine import PAGE, Engine
+
+Engines = Callable[..., Engine]
+Expected = Callable[..., list[int]]
+
+BUDGET = 1.0
+PATIENCE = 30.0
+
+
+class Service:
+    """`hicache serve` in a folder of its own; may be started again after it was killed."""
+
+    def __init__(self, folder: Path, *, host: str = "64MiB", storage: str | None = None) -> None:
+        self.address = f"unix://{folder}/service.sock"
+        self._command = [sys.executable, "-m", "hicache", "serve", "--listen", self.address, "--host", host]
+        self._command += ["--storage", storage] if storage else []
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        self.process = subprocess.Popen(self._command, stdout=subprocess.PIPE)
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline().startswith(b"serving")
+
+    def signal(self, number: int) -> None:
+        assert self.process is not None
+        self.process.send_signal(number)
+
+    def stop(self, number: int = signal.SIGTERM) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(signal.SIGCONT)
+            self.process.send_signal(number)
+            self.process.communicate(timeout=PATIENCE)
+
+    def kill(self) -> None:
+        self.stop(signal.SIGKILL)
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A short path: sockets have at most 107 bytes."""
+    with tempfile.TemporaryDirectory(prefix="hc") as name:
+        yield Path(name)
+
+
+@pytest.fixture
+def service(folder: Path, storage: str) -> Iterator[Service]:
+    made = Service(folder, storage=storage)
+    yield made
+    made.kill()
+
+
+def connected(engine: Engine, wanted: bool) -> None:
+    """Wait until the engine says so; it counts with each step."""
+    end = time.monotonic() + PATIENCE
+    while bool(engine.metrics().get("vllm:hicache_connected", 0.0)) is not wanted:
+        assert time.monotonic() < end, f"the engine is not {'connected' if wanted else 'without a service'}"
+        engine.generate(prompt_of(9000, 5), tokens=1)
+
+
+def test_service_that_comes_late_dies_and_comes_back(engines: Engines, service: Service, expected: Expected) -> None:
+    prompt = prompt_of(300, 300)
+    engine = engines({"address": service.address, "deadline": BUDGET})
+    (answer,) = engine.generate(prompt)
+    assert (answer.new, answer.cached) == (expected(prompt), 0)
+    service.start()
+    connected(engine, True)
+    for cached in (0, 4 * PAGE):
+        assert engine.reset()
+        (answer,) = engine.generate(prompt)
+        assert (answer.new, answer.cached) == (expected(prompt), cached)
+    service.stop()
+    connected(engine, False)
+    assert engine.reset()
+    (answer,) = engine.generate(prompt)
+    assert (answer.new, answer.cached) == (expected(prompt), 0)
+    service.start()
+    connected(engine, True)
+    assert engine.reset()
+    (answer,) = engine.generate(prompt)
+    assert (answer.new, answer.cached) == (expected(prompt), 4 * PAGE)
+
+
+def test_service_that_is_killed_while_it_is_used(engines: Engines, service: Service, expected: Expected) -> None:
+    """Again and again, at other moments of a batch each time."""
+    prompts = [prompt_of(310 + number, 400) for number in range(8)]
+    service.start()
+    engine = engines({"address": service.address, "deadline": BUDGET})
+    engine.generate(*prompts)
+    for turn in range(6):
+        assert engine.reset()
+        engine.send(do="generate", prompts=prompts, salts=None, tokens=16)
+        time.sleep(0.02 * turn)
+        service.kill()
+        found = engine.answer()
+        assert [one["new"] for one in found] == [expected(prompt) for prompt in prompts], turn
+        service.start()
+        connected(engine, True)
+
+
+def test_service_that_freezes_costs_a_budget(engines: Engines, service: Service, expected: Expected) -> None:
+    prompts = [prompt_of(330 + number, 300) for number in range(3)]
+    service.start()
+    engine = engines({"address": service.address, "deadline": BUDGET})
+    engine.generate(*prompts)
+    assert engine.reset()
+    service.signal(signal.SIGSTOP)
+    for number, prompt in enumerate(prompts):
+        begun = time.monotonic()
+        (answer,) = engine.generate(prompt)
+        seconds = time.monotonic() - begun
+        assert (answer.new, answer.cached) == (expected(prompt), 0)
+        assert seconds < (BUDGET + 3.0 if number == 0 else 3.0)
+    assert engine.metrics()["vllm:hicache_missed/late"] >= 1
+    service.signal(signal.SIGCONT)
+
+
+@pytest.mark.case("FAIL-2")
+def test_damaged_objects_are_computed_again(engines: Engines, folder: Path, storage: str, expected: Expected) -> None:
+    prompt = prompt_of(340, 300)
+    first = Service(folder, storage=storage)
+    first.start()
+    engine = engines({"address": first.address})
+    engine.generate(prompt)
+    first.stop()
+    objects = list(Path(storage.removeprefix("file://").split("?")[0]).rglob("*_L0-4_H0"))
+    assert len(objects) == 4
+    for path in objects:
+        with path.open("r+b") as file:
+            file.seek(-5000, os.SEEK_END)
+            file.write(b"damaged")
+    first.start()
+    connected(engine, True)
+    assert engine.reset()
+    (answer,) = engine.generate(prompt)
+    assert (answer.new, answer.cached) == (expected(prompt), 0)
+    assert engine.reset()
+    (answer,) = engine.generate(prompt)
+    assert (answer.new, answer.cached) == (expected(prompt), 4 * PAGE)
+    first.kill()
+
+
+def test_full_host_pool_stores_what_it_can(engines: Engines, folder: Path, expected: Expected) -> None:
+    """Eight slots for prompts of twelve pages each: what has no place is counted, and nothing else happens."""
+    small = Service(folder, host="600KiB")
+    small.start()
+    prompts = [prompt_of(350 + number, 800) for number in range(4)]
+    engine = engines({"address": small.address, "deadline": BUDGET})
+    for _ in range(2):
+        answers = engine.generate(*prompts)
+        assert [answer.new for answer in answers] == [expected(prompt) for prompt in prompts]
+        assert engine.reset()
+    assert engine.metrics()["vllm:hicache_failed_pages/store: host pool full"] > 0
+    small.kill()
+
+
+@pytest.mark.case("RACE-3")
+@pytest.mark.parametrize("load", ["async", "sync"])
+def test_page_that_is_withdrawn_between_match_and_load(
+    engines: Engines, service: Service, expected: Expected, load: str
+) -> None:
+    """The service dies when the engine has blocks for the pages: they are computed, and counted."""
+    prompt = prompt_of(360, 300)
+    service.start()
+    engine = engines({"address": service.address, "load": load})
+    engine.generate(prompt)
+    assert engine.reset()
+    assert service.process is not None
+    assert engine.ask(do="lose", pid=service.process.pid)
+    (answer,) = engine.generate(prompt)
+    assert answer.new == expected(prompt)
+    assert engine.metrics()["vllm:hicache_failed_pages/load: lost"] == 4
+    assert engine.said("Recovered from KV load failure")
+
+
+def test_wrong_address_is_one_line_and_no_cache(engines: Engines, expected: Expected) -> None:
+    prompt = prompt_of(370, 200)
+    engine = engines({"address": "nonsense"})
+    assert engine.generate(prompt)[0].new == expected(prompt)
+    assert engine.said("hicache: runs without a cache: address 'nonsense' is none that is known")
+
+
+def test_private_service_is_restarted_and_ends_with_the_engine(engines: Engines, expected: Expected) -> None:
+    prompt = prompt_of(380, 300)
+    engine = engines({"host": "64MiB", "deadline": BUDGET})
+    engine.generate(prompt)
+    (before,) = services_of(engine)
+    os.kill(before, signal.SIGKILL)
+    connected(engine, False)
+    connected(engine, True)
+    (after,) = services_of(engine)
+    assert after != before
+    for cached in (0, 4 * PAGE):
+        assert engine.reset()
+        (answer,) = engine.generate(prompt)
+        assert (answer.new, answer.cached) == (expected(prompt), cached)
+    os.kill(engine.process.pid, signal.SIGKILL)
+    end = time.monotonic() + PATIENCE
+    while Path(f"/proc/{after}").exists():
+        assert time.monotonic() < end, "the private service outlives its engine"
+        time.sleep(0.01)
+
+
+def services_of(engine: Engine) -> list[int]:
+    """Process ids of what the engine has started, and serves."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(path.read_text().rpartition(")")[2].split()[1])
+            command = (path.parent / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if parent == engine.process.pid and b"serve" in command:
+            found.append(int(path.parent.name))
+    return found
