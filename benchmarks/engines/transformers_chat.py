@@ -161,7 +161,7 @@ def table(turns: list[Turn], given: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    engines = os.environ.get("HICACHE_ENGINES") or str(Path(__file__).resolve().parents[2] / ".engines")
+    engines = os.environ.get("ENGINES_FOLDER") or str(Path(__file__).resolve().parents[2] / ".engines")
     parser = argparse.ArgumentParser(description="A chat in transformers, with and without hicache.")
     parser.add_argument("model", nargs="?", default=f"{engines}/models/smollm2", help="folder of a model")
     parser.add_argument("--turns", type=int, default=8)
@@ -172,8 +172,8 @@ def main() -> int:
     turns = measured(given)
     table(turns, given)
     rows = figures(turns, given.page_size)
-    if "HICACHE_ROWS" in os.environ:
-        Path(os.environ["HICACHE_ROWS"]).write_text(json.dumps([one.as_dict() for one in rows]))
+    if "ENGINES_ROWS" in os.environ:
+        Path(os.environ["ENGINES_ROWS"]).write_text(json.dumps([one.as_dict() for one in rows]))
     return 0 if all(one.ok for one in rows[:2]) else 1
 
 

@@ -3,7 +3,7 @@
 Each folder beside this file that has tests is a suite and an engine's name; so is what stands in front of the first
 `_` of a script in `benchmarks/engines`. A suite runs in the environment of its engine, with the wheel that a user would
 install there. A script does too, and writes its figures as a JSON list of `benchmarks.measure.Row` to the file that the
-environment names by HICACHE_ROWS.
+environment names by ENGINES_ROWS.
 
 Exit code 1 if anything failed; what was skipped is shown as skipped.
 """
@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 SUITES = ROOT / "tests" / "engines"
 SCRIPTS = ROOT / "benchmarks" / "engines"
 OUT = ROOT / "build" / "engines"
+"""Reports, and where everything runs: in the root of the repository Python would find its sources, not the wheel."""
 
 SCRIPT_SECONDS = 1200
 """Longest time of one script."""
@@ -94,7 +95,7 @@ def place_of(engine: str, engines: Path) -> Place:
     distribution = engine if engine in ("sglang", "vllm", "transformers") else "vllm"
     code = f"from importlib.metadata import version; print(version({distribution!r}))"
     asked = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
-    variables = os.environ | OFFLINE | {"HICACHE_ENGINES": str(engines)}
+    variables = os.environ | OFFLINE | {"ENGINES_FOLDER": str(engines)}
     return Place(engine, python, asked.stdout.strip(), variables)
 
 
@@ -122,7 +123,7 @@ def run_suite(place: Place) -> list[Line]:
     for setting in settings:  # the engine's warnings are its own
         command += ["-o", setting]
     began = time.monotonic()
-    done = subprocess.run([*command, f"--junitxml={report}", folder], env=place.variables, cwd=ROOT, check=False)
+    done = subprocess.run([*command, f"--junitxml={report}", folder], env=place.variables, cwd=OUT, check=False)
     lines = list(lines_of(place, report)) if report.exists() else []
     if done.returncode and not any(line.failed for line in lines):
         what = f"pytest ended with {done.returncode}"
@@ -166,10 +167,10 @@ def run_script(place: Place, script: Path) -> list[Line]:
     """One script of measurements, a line for each figure."""
     rows = OUT / f"{script.stem}.json"
     rows.unlink(missing_ok=True)
-    variables = place.variables | {"HICACHE_ROWS": str(rows), "PYTHONPATH": str(ROOT)}
+    variables = place.variables | {"ENGINES_ROWS": str(rows), "PYTHONPATH": str(beside_the_wheel())}
     began = time.monotonic()
     try:
-        done = subprocess.run([place.python, script], env=variables, cwd=ROOT, check=False, timeout=SCRIPT_SECONDS)
+        done = subprocess.run([place.python, script], env=variables, cwd=OUT, check=False, timeout=SCRIPT_SECONDS)
         ended = f"ended with {done.returncode}" if done.returncode else ""
     except subprocess.TimeoutExpired:
         ended = f"was not done in {SCRIPT_SECONDS} s"
@@ -181,6 +182,16 @@ def run_script(place: Place, script: Path) -> list[Line]:
     elif lines:
         lines[0] = Line(*(vars(lines[0]) | {"seconds": seconds}).values())
     return lines
+
+
+def beside_the_wheel() -> Path:
+    """A folder with the package `benchmarks` alone: the root of the repository would hide the wheel's packages."""
+    folder = OUT / "path"
+    folder.mkdir(parents=True, exist_ok=True)
+    link = folder / "benchmarks"
+    link.unlink(missing_ok=True)
+    link.symlink_to(ROOT / "benchmarks")
+    return folder
 
 
 def figure(place: Place, row: dict[str, object]) -> Line:

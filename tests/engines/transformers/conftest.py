@@ -17,7 +17,7 @@ import transformers
 
 from hicache_transformers import PrefixCache
 
-ENGINES = Path(os.environ.get("HICACHE_ENGINES") or Path(__file__).resolve().parents[3] / ".engines")
+ENGINES = Path(os.environ.get("ENGINES_FOLDER") or Path(__file__).resolve().parents[3] / ".engines")
 PAGE = 16
 VOCABULARY = 211
 
