@@ -105,12 +105,13 @@ def tables(result: SimulationResult) -> Iterator[Table]:
             for part in result.traffic
         ],
     )
-    more = [("requests refused", f"{result.requests_refused:,}")]
+    more = [("prompt tokens behind the last whole page", f"{result.tokens_unaligned_tail:,}")]
+    more += [("requests refused", f"{result.requests_refused:,}")]
     more += [(f"pages shed: {reason}", f"{pages:,}") for reason, pages in sorted(result.shed_by_reason.items())]
     if result.pages_put:
         more.append(("pages put to storage", f"{result.pages_put:,}"))
         more.append(("of those never read", f"{result.pages_put_never_read:,}"))
-    yield Table("transfers", ("what", "count"), more)
+    yield Table("besides", ("what", "count"), more)
     yield _times(result)
     if len(result.instances) > 1:
         yield Table(

@@ -18,7 +18,7 @@ Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
 
-BYTES_A_REFERENCE: Final = 160
+BYTES_A_REFERENCE: Final = 200
 """Of all arrays that an analysis holds at its peak, measured; asked of the memory before a trace grows too large."""
 
 _LOOK_EVERY: Final = 1 << 16  # requests between looks at the memory

@@ -13,6 +13,8 @@ DEFINITIONS: Final = {
     "hit_rate_pages_device": "pages that were in device memory / pages asked; likewise for host and storage: the three "
     "add up to hit_rate_pages",
     "hit_rate_tokens": "prompt tokens that pages from any tier stand for / all prompt tokens, over all requests",
+    "tokens_unaligned_tail": "prompt tokens behind the last whole page, which no cache has; with tokens_hit and "
+    "tokens_missed the sum is tokens_asked",
     "hit_rate_requests": "mean over requests with pages of each one's own page rate",
     "misses_by_reason": "pages; the sum is pages_missed; other_instance: another instance held the page in device or "
     "host when the request came",
@@ -77,6 +79,8 @@ class SimulationResult:
     pages_missed: int
     tokens_asked: int
     tokens_hit: int
+    tokens_missed: int
+    tokens_unaligned_tail: int
     hit_rate_pages: float
     hit_rate_pages_device: float
     hit_rate_pages_host: float

@@ -138,6 +138,7 @@ class Simulation:
         asked, missed = int(self._asked.sum()), sum(self._missed.values())
         tokens = int(columns.input_tokens[:seen].sum())
         hit_tokens = int(covered.sum())
+        whole_tokens = int(np.minimum(self._pages.covered(self._asked), columns.input_tokens).sum())
         asking = self._asked > 0
         problems = self._problems()
         if device + host + storage + missed != asked:
@@ -155,6 +156,8 @@ class Simulation:
             pages_missed=missed,
             tokens_asked=tokens,
             tokens_hit=hit_tokens,
+            tokens_missed=whole_tokens - hit_tokens,
+            tokens_unaligned_tail=tokens - whole_tokens,
             hit_rate_pages=rate(device + host + storage, asked),
             hit_rate_pages_device=rate(device, asked),
             hit_rate_pages_host=rate(host, asked),

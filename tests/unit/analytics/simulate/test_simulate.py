@@ -61,6 +61,8 @@ def simulated(columns: Columns, *, costs: dict[str, Any] | None = None, **given:
     reasons = sum(result.misses_by_reason.values())
     assert result.pages_asked == result.pages_device + result.pages_host + result.pages_storage + reasons
     assert reasons == result.pages_missed
+    assert result.tokens_asked == result.tokens_hit + result.tokens_missed + result.tokens_unaligned_tail
+    assert min(result.tokens_hit, result.tokens_missed, result.tokens_unaligned_tail) >= 0
     return result
 
 
@@ -237,6 +239,7 @@ def test_page_sizes(page_size: int) -> None:
     assert result.pages_asked == whole
     assert result.pages_device == min(48 // page_size, 52 // page_size)
     assert result.tokens_hit == 48 // page_size * page_size
+    assert result.tokens_unaligned_tail == 2 * (52 % page_size)
 
 
 def test_the_traces_own_pages_have_partial_tails() -> None:
@@ -336,11 +339,11 @@ def test_sums_hold_whatever_is_simulated(prompts: list[tuple[float, list[int]]],
     """asked = hits by tier + misses by reason, every request ends, and no invariant breaks (in `simulated`)."""
     if not given["host"]:
         given["storage"] = 0
-    # What the cache never forgets hits the most, but for what is under way.
     columns = columns_of(*[(sum(gap for gap, _ in prompts[:n]), ids) for n, (_, ids) in enumerate(prompts, start=1)])
     result = simulated(columns, **given)
     assert sum(part.requests for part in result.instances) == result.requests == len(prompts)
     assert sum(part.pages_asked for part in result.instances) == result.pages_asked
+    # What forgets nothing and waits for nothing hits the most.
     ideal = simulated(columns, device=None, instant=True, page_size=given["page_size"])
     assert result.pages_asked - result.pages_missed <= ideal.pages_device
     assert result.pages_put_never_read <= result.pages_put
