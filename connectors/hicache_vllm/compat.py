@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
 from hicache.errors import ConfigError
+from hicache.runtime.modelconfig import deciding_settings
 
 __all__ = [
     "NEWEST",
@@ -53,6 +54,7 @@ class Facts:
         block: tokens a block.
         tp, pp: ranks that share heads, and pipeline stages; `tp_rank`, `pp_rank`: this one's place.
         stages: first layer of each stage; () for one.
+        positions: what decides about pages besides the weights, as `hicache.runtime.modelconfig` spells it; or None.
         multimodal: whether requests may carry non-text input.
         reads, writes: what `kv_role` allows.
         recompute: whether a page that does not come is computed instead of failing its request.
@@ -82,6 +84,7 @@ class Facts:
     tp_rank: int = 0
     pp_rank: int = 0
     stages: tuple[int, ...] = ()
+    positions: dict[str, Any] | None = None
     multimodal: bool = False
     reads: bool = True
     writes: bool = True
@@ -137,6 +140,7 @@ def facts_of(config: Any, cache_config: Any, *, worker: bool) -> Facts:
         dtype=_plain(model.dtype),
         kv_dtype=_plain(spec.dtype) if str(cache.cache_dtype) == "auto" else str(cache.cache_dtype),
         quantization=str(model.quantization or ""),
+        positions=deciding_settings(model.hf_text_config, quantization=model.quantization),
         overrides=_overrides(model),
         backend=backend,
         isa=_isa(model, cache, spec) if backend == "CPU_ATTN" else "",

@@ -124,7 +124,7 @@ def identify(facts: Facts, settings: Settings, proves: Callable[[Layout], bool])
         geometry=geometry,
         page_size=page_size,
         hash="sha256",
-        rope={"hf_overrides": facts.overrides} if facts.overrides else None,
+        rope=_settings(facts),
         scales=settings.scales_digest,
         numerics=settings.numerics or _numerics(facts),
     )
@@ -172,6 +172,12 @@ def _model(facts: Facts, settings: Settings) -> tuple[str, str | None, list[str]
     if revision is None:
         return model, None, [f'weights of {model} are told apart by name only: add "revision" when they may change']
     return model, revision, []
+
+
+def _settings(facts: Facts) -> dict[str, Any] | None:
+    """What decides about pages besides the weights: as other engines spell it, and changes that only vLLM knows."""
+    overrides = {"hf_overrides": facts.overrides} if facts.overrides else {}
+    return {**(facts.positions or {}), **overrides} or None
 
 
 def _numerics(facts: Facts) -> str:
