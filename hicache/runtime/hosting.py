@@ -18,7 +18,9 @@ from hicache.clock import Clock, MonotonicClock
 from hicache.core.config import EdgePolicy
 from hicache.core.identity import Adapter, Namespace
 from hicache.core.prompt import Prompt, SymbolsAreHashes
+from hicache.core.reasons import RequestCounts
 from hicache.core.residency import Words
+from hicache.core.transfers import Lease
 from hicache.errors import ConfigError, GeometryError, InvalidInput, NamespaceError
 from hicache.events import Event
 from hicache.memory.base import HostPool
@@ -29,6 +31,7 @@ from hicache.runtime.closing import CloseReport
 from hicache.runtime.flight import flight_recorder as read_flight_recorder
 from hicache.runtime.forks import watch
 from hicache.runtime.hosted import HostedLoading, HostedRequest
+from hicache.runtime.insight import Insight, InsightStatistics
 from hicache.runtime.leasing import LeasingCache
 from hicache.runtime.moments import Moments
 from hicache.runtime.options import PrefetchTimeout
@@ -142,6 +145,7 @@ class HostedCache(LeasingCache):
         self.words = parts.core.registry.tables[1].words
         self.prefetches_refused = 0
         self.moments = Moments()
+        self._insight = Insight(parts)
         self._tenant = tenant
         self._prefetches: list[tuple[HostedRequest, HostedLoading]] = []
         self._news: list[Event] = []
@@ -210,6 +214,16 @@ class HostedCache(LeasingCache):
         elif reducer.forgetting:
             reducer.forget()
         return reducer.sweeping or reducer.forgetting
+
+    def insight(self) -> InsightStatistics:
+        """What other sizes of its tiers would hit, and which prefixes are hot, by the requests so far."""
+        with self._reducer.lock:
+            return self._insight.statistics()
+
+    def settle_insight(self) -> bool:
+        """Work out one slice of what requests have left to that, about a millisecond. Returns whether more is left."""
+        with self._reducer.lock:
+            return self._insight.settle()
 
     @property
     def on_change(self) -> Callable[[], None]:
@@ -381,6 +395,13 @@ class HostedCache(LeasingCache):
                 prefetch = self._loader.start(lease)
             reducer.settle()
         return HostedRequest(self, lease, tokens=tokens, prefetch=prefetch, started=started)
+
+    def _release(self, lease: Lease, *, aborted: bool) -> RequestCounts:
+        counted = lease in self._leases
+        counts = super()._release(lease, aborted=aborted)
+        if counted and not self.bypasses(lease):
+            self._insight.closed(lease, counts)
+        return counts
 
     def _end_prefetches(self) -> list[float]:
         """Release prefetches that have finished. Returns the seconds that the others may wait. The lock is held."""

@@ -104,6 +104,29 @@ def _queues(field: str) -> Callable[[Document], Values]:
     return _pool_fields("statistics", {f"{queue}.{field}": queue for queue in ("reads", "writes")})
 
 
+def _what_if(field: str) -> Callable[[Document], Values]:
+    """For each pool and tier, one value."""
+
+    def values(document: Document) -> Values:
+        for pool in document.get("pools", ()):
+            for ghost in pool.get("what_if") or ():
+                yield (*_labels(pool), ghost["tier"]), ghost[field]
+
+    return values
+
+
+def _what_if_sizes(field: str) -> Callable[[Document], Values]:
+    """For each pool, tier and size, one value; the label is a multiple of the tier's own size."""
+
+    def values(document: Document) -> Values:
+        for pool in document.get("pools", ()):
+            for ghost in pool.get("what_if") or ():
+                for point in ghost["points"]:
+                    yield (*_labels(pool), ghost["tier"], f"{point['factor']:g}"), point[field]
+
+    return values
+
+
 def _storage(path: str) -> Callable[[Document], Values]:
     """All pools share one store, so it is told once."""
 
@@ -294,6 +317,30 @@ FAMILIES: Final[tuple[Family, ...]] = (
         "Exceptions that point to a bug; please report them",
         _pool("statistics.internal_errors"),
         *_POOL,
+    ),
+    # ---- what if: a tier of `size` times its own would have hit 1 - what_if_missed_pages / what_if_asked_pages
+    _counter(
+        "what_if_asked_pages",
+        "Pages asked, of the requests by which other sizes are judged: the denominator of their hit rates",
+        _what_if("asked_pages"),
+        *_POOL,
+        "tier",
+    ),
+    _counter(
+        "what_if_missed_pages",
+        "Of those, pages that this tier and those above would have missed at `size` times its own size; an estimate",
+        _what_if_sizes("missed_pages"),
+        *_POOL,
+        "tier",
+        "size",
+    ),
+    _gauge(
+        "what_if_error",
+        "By how much that hit rate, since the start, may be wrong: four standard deviations of the sample",
+        _what_if_sizes("error_bound"),
+        *_POOL,
+        "tier",
+        "size",
     ),
     # ---- residency events
     _counter("events", "Residency events numbered", _service("events.events")),

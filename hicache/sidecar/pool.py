@@ -287,4 +287,5 @@ class Pool:
             "sessions": self.members,
             "device_pages": self.mirror.pages,
             "statistics": asdict(self.cache.statistics()),
+            **asdict(self.cache.insight()),
         }

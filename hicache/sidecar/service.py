@@ -259,6 +259,8 @@ class SidecarService:
     def _tick(self) -> None:
         self.leases.expire()
         self.pins.expire()
+        for pool in self.pools:
+            pool.cache.settle_insight()
         self._timer = self.loop.call_later(_TICK, self._tick)
 
     # ---- what it says of itself

@@ -13,6 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import hicache
+from hicache.core.whatif import SizeGhost, WhatIf
 from hicache.rpc.latency import LatencyMeter
 from hicache.sidecar.events import EventLog
 from hicache.sidecar.kv_events import KvPublisherStatistics
@@ -58,6 +59,8 @@ def document() -> dict[str, Any]:
                 request.commit(ready=hicache.READY)
         cache.flush()
         statistics = plain(asdict(cache.statistics()))
+    ghost = WhatIf([SizeGhost("host", 16)], size=16)
+    ghost.use(bytes(range(96)), asked=6, kept=6)
     pools = [
         {
             "model": "example/tiny",
@@ -69,6 +72,7 @@ def document() -> dict[str, Any]:
             "sessions": 1,
             "device_pages": 7,
             "statistics": statistics,
+            "what_if": [asdict(tier) for tier in ghost.statistics()],
         }
         for tenant in (None, "acme")
     ]
