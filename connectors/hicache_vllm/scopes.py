@@ -78,10 +78,11 @@ class Scopes:
         until = self._now() + CLEAR_SECONDS
         while left and self._clear(left[0], until):
             left.pop(0)
-        if left:
-            self.stale = True
-            self._tasks.begin(lambda: self._go_on(left))
-        return not left
+        if not left:
+            return True
+        self.stale = True
+        self._tasks.begin(lambda: self._go_on(left))
+        return False
 
     def clear_soon(self) -> None:
         """The same in the background."""

@@ -39,7 +39,7 @@ class Service:
         assert self.process.stdout is not None
         assert self.process.stdout.readline().startswith(b"serving")
 
-    def signal(self, number: int) -> None:
+    def send(self, number: int) -> None:
         assert self.process is not None
         self.process.send_signal(number)
 
@@ -121,7 +121,7 @@ def test_service_that_freezes_costs_a_budget(engines: Engines, service: Service,
     engine = engines({"address": service.address, "deadline": BUDGET})
     engine.generate(*prompts)
     assert engine.reset()
-    service.signal(signal.SIGSTOP)
+    service.send(signal.SIGSTOP)
     for number, prompt in enumerate(prompts):
         begun = time.monotonic()
         (answer,) = engine.generate(prompt)
@@ -129,7 +129,7 @@ def test_service_that_freezes_costs_a_budget(engines: Engines, service: Service,
         assert (answer.new, answer.cached) == (expected(prompt), 0)
         assert seconds < (BUDGET + 3.0 if number == 0 else 3.0)
     assert engine.metrics()["vllm:hicache_missed/late"] >= 1
-    service.signal(signal.SIGCONT)
+    service.send(signal.SIGCONT)
 
 
 @pytest.mark.case("FAIL-2")
