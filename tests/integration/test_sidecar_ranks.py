@@ -117,3 +117,23 @@ def test_no_views_of_slots_that_were_given_up(folder: Path) -> None:
             assert set(fresh) & set(slots)
             again.page(0)[:] = 1
             cache.host.page(int(fresh[1]))[:] = 2
+
+
+def test_pages_with_images_are_committed_by_workers_of_a_scheduler(folder: Path) -> None:
+    """Who only schedules commits nothing: the workers tell what else than tokens is in the pages, by its ticket."""
+    image = (b"image", 3, NAMESPACE.page_size)
+    settings = {"group": "g", "required": True, "extras": True}
+    with (
+        ServiceProcess(folder) as service,
+        hicache.connect(service.address, NAMESPACE, worker=False, **settings) as scheduler,
+        hicache.connect(service.address, NAMESPACE, **settings) as worker,
+    ):
+        with scheduler.request(TOKENS, logits=False, extras=[image]) as request:
+            request.allocate()
+            ticket = request.ticket()
+            assert ticket is not None
+            with worker.join(ticket.encode()) as joined:
+                joined.write_from(np.ones((3, worker.host.page_bytes), np.uint8))
+                joined.commit()
+        assert scheduler.match(TOKENS, logits=False, extras=[image]).host == 3
+        assert scheduler.match(TOKENS, logits=False).host == 0

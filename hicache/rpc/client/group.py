@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from hicache.core.symbols import TOKEN_SIZE
+from hicache.core.symbols import EXTRAS_SIZE, TOKEN_SIZE
 from hicache.errors import CacheClosed, InvalidInput
 from hicache.memory.base import Bytes
 from hicache.memory.writer import READY, WriterEvent
@@ -37,6 +37,7 @@ class Ticket:
         slots: of the usable pages and those allocated, glued u32; `words`: their generation words, glued u64.
         content: tokens of the whole pages among those allocated, glued u32; empty where the request's own session
             commits and so tells them.
+        extras: digests of non-text input of those pages, 16 bytes each; empty where there is none.
     """
 
     boot: bytes
@@ -46,6 +47,7 @@ class Ticket:
     slots: bytes
     words: bytes
     content: bytes
+    extras: bytes = b""
 
     @classmethod
     def of(cls, verbs: RequestVerbs) -> Ticket | None:
@@ -54,9 +56,9 @@ class Ticket:
         if pages is None or not pages.live:
             return None
         slots, words = pages.described(0, pages.end)
-        content = b"" if verbs.state.worker else verbs.own_tokens()
+        content, extras = (b"", b"") if verbs.state.worker else verbs.own_content()
         boot = pages.connection.welcome.boot
-        return cls(boot, pages.lease, verbs.start, verbs.tokens, slots, words, content)
+        return cls(boot, pages.lease, verbs.start, verbs.tokens, slots, words, content, extras)
 
     def encode(self) -> bytes:
         """As bytes, for whatever the ranks talk over."""
@@ -162,6 +164,7 @@ class JoinedRequest:
             width, start = TOKEN_SIZE * self._state.page_size, self._ticket.start
             commit.first_page = begin
             commit.tokens = self._ticket.content[(begin - start) * width : (end - start) * width]
+            commit.extras = self._ticket.extras[(begin - start) * EXTRAS_SIZE : (end - start) * EXTRAS_SIZE]
         await self._state.reply_to(self._state.ask(pages.connection, pb.Request(commit=commit)), pages)
 
     def close(self) -> None:

@@ -286,11 +286,11 @@ class RequestVerbs:
         at = TOKEN_SIZE * self.state.page_size
         return rows[:, :at].tobytes(), rows[:, at:].tobytes()
 
-    def own_tokens(self) -> bytes:
-        """Tokens of the whole pages among the private ones."""
+    def own_content(self) -> tuple[bytes, bytes]:
+        """Tokens and extras digests of the whole pages among the private ones."""
         if self._start is None or self.pages is None:
-            return b""
-        return self._content(self._start, min(self.whole, self.pages.end))[0]
+            return b"", b""
+        return self._content(self._start, min(self.whole, self.pages.end))
 
     # ---- growing
 
