@@ -170,29 +170,6 @@ def test_tokens_that_are_not_those_of_the_hashes_publish_nothing(opened: Open) -
     loop.until(lambda: _slots_in_use(loop.cache) == (0, 0, 0))  # a put may be under way
 
 
-def test_pages_whose_tokens_nobody_knows_are_pages_like_others(opened: Open) -> None:
-    """Committed by hash alone they are found, stored without tokens, and told in events without them."""
-    storage = MemoryBackend()
-    loop, tokens = opened(storage), prompt(1, 3 * SIZE)
-    request = loop.request(tokens)
-    for page, slot in enumerate(request.reserve(3).tolist(), 1):
-        text = content(tokens[: page * SIZE], PAGE_BYTES)
-        loop.cache.host.page(slot)[:] = np.frombuffer(text, np.uint8)
-    with pytest.raises(InvalidInput, match="page 4 is behind"):
-        request.commit(4, tokens=None, first=0)
-    request.commit(3, tokens=None, first=0)
-    request.close()
-    assert loop.elsewhere(lambda: loop.cache.flush(5.0))
-    loop.until(lambda: bool(loop.events))
-    assert {event.tokens for event in loop.events if isinstance(event, Stored)} == {b""}
-    assert loop.run([*tokens, *prompt(2, SIZE)]) == 3  # one more, which tells its tokens
-    assert loop.elsewhere(lambda: loop.cache.flush(5.0))
-    other = opened(storage)
-    assert other.run([*tokens, *prompt(2, SIZE)]) == 4
-    other.until(lambda: bool(other.events))
-    assert other.events[0].tokens == b""
-
-
 @pytest.mark.parametrize(
     ("commit", "text"),
     [
