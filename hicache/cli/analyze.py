@@ -73,6 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Analyse, print, and return the exit code."""
     from hicache.analytics.analysis.report import analyze
+    from hicache.analytics.sources import STANDARD_INPUT
     from hicache.analytics.traces import expand, open_trace
     from hicache.cli.analyze_tables import each_table, tables
     from hicache.cli.main import EXIT_FINE, EXIT_INTERRUPTED
@@ -80,6 +81,8 @@ def run(options: argparse.Namespace) -> int:
     wanted = read_options(options)
     token_bytes = _token_bytes(options.token_bytes)
     files = expand(options.trace)
+    if options.each and STANDARD_INPUT in files:
+        raise ConfigError("--each: standard input can be read only once; save it to a file and name that")
     whole_of = [(None, options.trace)]
     parts = [(str(file), [file]) for file in files] if options.each and len(files) > 1 else []
     found: list[Analysis] = []

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hicache.analytics.trace import TraceRequest
-from hicache.errors import TraceError
+from hicache.errors import ConfigError, TraceError
 from hicache.memory.limits import check_memory
 
 Ints = npt.NDArray[np.int64]
@@ -139,7 +139,7 @@ def _ints(values: array[int]) -> Ints:
 def _check_room(references: int) -> None:
     try:
         check_memory(references * BYTES_A_REFERENCE, f"an analysis of {references:,} pages asked")
-    except Exception as error:
+    except ConfigError as error:
         raise TraceError(f"{error}; or analyse a part: --requests N") from None
 
 

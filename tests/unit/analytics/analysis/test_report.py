@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from hicache.analytics.analysis.report import Analysis, AnalyzeOptions, analyze
 from hicache.analytics.traces import open_trace
+from hicache.errors import TraceError
 
 
 def mooncake(path: Path, requests: list[tuple[float, int, list[int]]]) -> Path:
@@ -188,3 +189,9 @@ def test_sessions_are_one_population_or_one_by_one(large_traces: Path) -> None:
     assert len(each) == 12
     for name in ("requests", "input_tokens", "pages_asked", "pages_different", "ideal_pages_hit"):
         assert getattr(together, name) == sum(getattr(one, name) for one in each), name  # ids are each file's own
+
+
+def test_a_trace_that_does_not_fit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hicache.analytics.analysis.columns.BYTES_A_REFERENCE", 2**60)
+    with pytest.raises(TraceError, match="an analysis of 1 pages asked .* or analyse a part: --requests N"):
+        analysed(mooncake(tmp_path / "t.jsonl", [(0, 512, [1])]))
