@@ -21,6 +21,7 @@ __all__ = [
     "engine_version",
     "facts_of",
     "hit_sources",
+    "layer_write",
     "version_warning",
 ]
 
@@ -242,6 +243,16 @@ def cpu_write(facts: Facts) -> Any:
         blocks, heads, tokens, _ = cache.shape
         halves = cache.view(blocks, heads, 2 * tokens, facts.width).chunk(2, dim=2)
         ops.cpu_attn_reshape_and_cache(keys, values, *halves, slots, facts.isa)
+
+    return write
+
+
+def layer_write(config: Any, name: str) -> Any:
+    """What writes keys and values of one of the model's layers, for `hicache_vllm.proof`; in a worker's process."""
+    layer = config.compilation_config.static_forward_context[name]
+
+    def write(keys: Any, values: Any, cache: Any, slots: Any) -> None:
+        layer.impl.do_kv_cache_update(layer, keys, values, cache, slots)
 
     return write
 

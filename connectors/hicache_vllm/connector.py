@@ -92,7 +92,7 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             return
         try:
             self._cache = reach(start, worker=True)
-            self._worker = make_worker(start, self._cache, kv_caches, self._counters)
+            self._worker = make_worker(start, self._cache, kv_caches, self._counters, self._vllm_config)
         except HicacheError as error:
             self._disable(str(error), told=True)
         except Exception as error:  # tensors of another release

@@ -190,21 +190,22 @@ def _numerics(facts: Facts) -> str:
     return "/".join(parts)
 
 
-def tensor_layout(tensor: Any, facts: Facts, identity: Identity) -> Layout:
-    """The description of a layer's tensor, by its shape.
+def tensor_layout(tensor: Any, facts: Facts, identity: Identity, proves: Callable[[Layout], bool]) -> Layout:
+    """The description of a layer's tensor, by its shape and by what the backend's kernel writes.
 
     Raises:
         ConfigError: none fits.
     """
-    shape = identity.form.shape
     if not identity.canonical:
         return OPAQUE
     reasons = []
     for layout in candidates(facts):
         try:
-            layout.planes(tensor, shape)
+            layout.planes(tensor, identity.form.shape)
         except ConfigError as error:
             reasons.append(str(error))
-        else:
+            continue
+        if proves(layout):
             return layout
+        reasons.append(f"layout {layout.name}: the backend's kernel writes otherwise")
     raise ConfigError("; ".join(reasons))

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Final
 
 from hicache.errors import ConfigError
 from hicache.rpc.client.cache import ConnectedCache, connect
 from hicache_vllm.comparing import Comparison
-from hicache_vllm.compat import Facts, cpu_write, facts_of, version_warning
+from hicache_vllm.compat import Facts, cpu_write, facts_of, layer_write, version_warning
 from hicache_vllm.counters import Counters
+from hicache_vllm.devices import like
 from hicache_vllm.identity import Identity, block_shape, identify, tensor_layout
 from hicache_vllm.layouts import Layout
 from hicache_vllm.proof import proven
 from hicache_vllm.service import PrivateService, private_address
 from hicache_vllm.settings import Settings, read_settings
-from hicache_vllm.tensors import HostTensors, ordered
+from hicache_vllm.tensors import made_of, ordered
 from hicache_vllm.worker import WorkerSide
 
 __all__ = ["Start", "begin", "make_worker", "reach"]
@@ -139,7 +141,9 @@ def reach(start: Start, *, worker: bool) -> ConnectedCache:
     return cache
 
 
-def make_worker(start: Start, cache: ConnectedCache, kv_caches: Mapping[str, Any], counters: Counters) -> WorkerSide:
+def make_worker(
+    start: Start, cache: ConnectedCache, kv_caches: Mapping[str, Any], counters: Counters, config: Any
+) -> WorkerSide:
     """What moves this rank's pages.
 
     Raises:
@@ -147,10 +151,19 @@ def make_worker(start: Start, cache: ConnectedCache, kv_caches: Mapping[str, Any
     """
     facts, identity = start.facts, start.identity
     layers = ordered(kv_caches)
-    layout = tensor_layout(next(iter(layers.values())), facts, identity)
+    name, first = next(iter(layers.items()))
+    shape = identity.form.shape
+
+    def proves(layout: Layout) -> bool:
+        if facts.backend == "CPU_ATTN":
+            return True  # proven when the pages were named
+        made = partial(like, first, layout.axes.index("b"))
+        return proven(layout, shape, dtype=first.dtype, cache=made, write=layer_write(config, name))
+
+    layout = tensor_layout(first, facts, identity, proves)
     return WorkerSide(
         cache,
-        HostTensors(list(layers.values()), layout, identity.form),
+        made_of(list(layers.values()), layout, identity.form),
         layers={name: number for number, name in enumerate(layers)},
         per_page=identity.blocks,
         comparison=Comparison(facts.kv_dtype, start.settings.audit_tolerance) if identity.canonical else None,

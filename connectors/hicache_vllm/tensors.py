@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -12,9 +12,9 @@ import numpy.typing as npt
 from hicache.errors import ConfigError
 from hicache_vllm.layouts import Layout, PageForm, Run
 
-__all__ = ["HostTensors", "KVTensors", "ordered"]
+__all__ = ["Bytes", "HostTensors", "KVTensors", "integers", "made_of", "ordered"]
 
-Bytes = npt.NDArray[np.uint8]
+Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 _NUMBER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 
@@ -101,15 +101,35 @@ class HostTensors:
         return buffer
 
 
+def made_of(layers: Sequence[Any], layout: Layout, form: PageForm) -> KVTensors:
+    """What moves these tensors, wherever they are.
+
+    Raises:
+        ConfigError: a device that is not known here.
+    """
+    kind = layers[0].device.type
+    if kind == "cpu":
+        return HostTensors(layers, layout, form)
+    if kind == "cuda":
+        from hicache_vllm.devices import CudaStreams, DeviceTensors
+
+        return DeviceTensors(layers, layout, form, CudaStreams())
+    raise ConfigError(f"KV tensors on {layers[0].device} are not understood: known are cpu and cuda")
+
+
 def _nothing() -> None:
     return
 
 
-def _elements(tensor: Any, itemsize: int) -> Any:
-    """A tensor in host memory as unsigned integers of numpy, not a copy."""
+def integers(itemsize: int) -> Any:
+    """Torch's integers of so many bytes."""
     import torch
 
+    return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[itemsize]
+
+
+def _elements(tensor: Any, itemsize: int) -> Any:
+    """A tensor in host memory as unsigned integers of numpy, not a copy."""
     if tensor.device.type != "cpu":
         raise ConfigError(f"a KV tensor on {tensor.device} is not in host memory")
-    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[itemsize]
-    return tensor.detach().view(kind).numpy().view(f"u{itemsize}")
+    return tensor.detach().view(integers(itemsize)).numpy().view(f"u{itemsize}")

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from hicache.errors import ConfigError
+from hicache_vllm.devices import DeviceTensors, Streams, like
 from hicache_vllm.layouts import LAYOUTS, OPAQUE, BlockShape, PageForm, Run, runs_of
 from hicache_vllm.proof import proven
-from hicache_vllm.tensors import HostTensors, ordered
+from hicache_vllm.tensors import HostTensors, KVTensors, made_of, ordered
 
 BLOCKS = 9
 
@@ -79,13 +80,19 @@ FORMS = [
 
 @pytest.mark.case("PLUG-1")
 @pytest.mark.parametrize(("name", "dtype", "block", "width"), FORMS)
-@pytest.mark.parametrize("group", [1, 4])
-def test_pages_are_canonical_and_come_back(name: str, dtype: torch.dtype, block: int, width: int, group: int) -> None:
+@pytest.mark.parametrize(("group", "device"), [(1, False), (4, False), (2, True)])
+def test_pages_are_canonical_and_come_back(
+    name: str, dtype: torch.dtype, block: int, width: int, group: int, device: bool
+) -> None:
     """Blocks in any order become pages of (head group, layer, 2, token, head in group, element), and blocks again."""
     shape = BlockShape(4, block, width, dtype.itemsize)
     form = PageForm(shape, 2, group, 2, LAYOUTS[name].halves)
     made = [engine_tensor(name, shape, dtype, layer) for layer in range(2)]
-    tensors = HostTensors([tensor for tensor, _ in made], LAYOUTS[name], form)
+    given = [tensor for tensor, _ in made]
+    tensors: KVTensors = HostTensors(given, LAYOUTS[name], form)
+    if device:
+        tensors = DeviceTensors(given, LAYOUTS[name], form, Streams())
+    tensors.mark()()
     blocks = [3, 4, 5, 6, 8, 1]
     pages = tensors.store(3, list(runs_of(blocks, first=0, per_page=2)))
     wanted = torch.stack([numbers for _, numbers in made])[:, :, blocks]  # layer, plane, block, head, token, element
@@ -94,7 +101,9 @@ def test_pages_are_canonical_and_come_back(name: str, dtype: torch.dtype, block:
     before = [tensor.clone() for tensor, _ in made]
     for tensor, _ in made:
         tensor.index_fill_(LAYOUTS[name].axes.index("b"), torch.tensor(blocks), 0)
-    tensors.load(pages, list(runs_of(blocks, first=0, per_page=2)))
+    came: list[int] = []
+    tensors.load(pages, list(runs_of(blocks, first=0, per_page=2)), came.append)
+    assert came == [0, 1]
     assert all(torch.equal(tensor, old) for (tensor, _), old in zip(made, before, strict=True))
 
 
@@ -115,12 +124,17 @@ def test_part_of_a_page_is_left_alone() -> None:
     shape = BlockShape(2, 4, 8, 2)
     form = PageForm(shape, 1, 2, 4, LAYOUTS["rows"].halves)
     tensor, _ = engine_tensor("rows", shape, torch.bfloat16, 2)
-    tensors = HostTensors([tensor], LAYOUTS["rows"], form)
-    pages = tensors.store(2, list(runs_of(list(range(8)), first=0, per_page=4)))
-    before = tensor.clone()
-    tensor[3:8] = 0
-    tensors.load(pages, list(runs_of([3, 4, 5, 6, 7], first=3, per_page=4)))
-    assert torch.equal(tensor, before)
+    kinds: list[KVTensors] = [
+        HostTensors([tensor], LAYOUTS["rows"], form),
+        DeviceTensors([tensor], LAYOUTS["rows"], form, Streams()),
+    ]
+    for tensors in kinds:
+        pages = tensors.store(2, list(runs_of(list(range(8)), first=0, per_page=4)))
+        before = tensor.clone()
+        tensor[3:8] = 0
+        tensors.load(pages, list(runs_of([3, 4, 5, 6, 7], first=3, per_page=4)))
+        assert torch.equal(tensor, before)
+        assert tensors.block_bytes == 2 * 2 * 4 * 8 * 2
 
 
 def test_opaque_rows_keep_their_bytes() -> None:
@@ -178,8 +192,21 @@ def test_layers_that_are_not_the_models_are_refused() -> None:
     form = PageForm(shape, 2, 2, 2, LAYOUTS["rows"].halves)
     with pytest.raises(ConfigError, match="1 layers"):
         HostTensors([torch.zeros(3, 2, 4, 16, dtype=torch.bfloat16)], LAYOUTS["rows"], form)
+    with pytest.raises(ConfigError, match="1 layers"):
+        DeviceTensors([torch.zeros(3, 2, 4, 16, dtype=torch.bfloat16)], LAYOUTS["rows"], form, Streams())
+    meta = 2 * [torch.zeros(3, 2, 4, 16, dtype=torch.bfloat16, device="meta")]
     with pytest.raises(ConfigError, match="not in host memory"):
-        HostTensors(2 * [torch.zeros(3, 2, 4, 16, dtype=torch.bfloat16, device="meta")], LAYOUTS["rows"], form)
+        HostTensors(meta, LAYOUTS["rows"], form)
+    with pytest.raises(ConfigError, match="known are cpu and cuda"):
+        made_of(meta, LAYOUTS["rows"], form)
+
+
+def test_tensors_for_proofs_lie_as_the_engines() -> None:
+    """Heads first or tokens first, with three blocks instead of all."""
+    engine = torch.zeros(9, 16, 4, 8).permute(0, 2, 1, 3)
+    made = like(engine, 0, 3)
+    assert made.shape == (3, 4, 16, 8)
+    assert made.stride() == engine.stride()
 
 
 class TestProof:
