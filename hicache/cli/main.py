@@ -37,6 +37,7 @@ _COMMANDS = {
         "config",
         "ping",
         "stats",
+        "top",
         "clear",
         "pin",
         "unpin",

@@ -37,7 +37,7 @@ def print_json(document: Mapping[str, Any]) -> None:
 
 def print_table(table: Table) -> None:
     """Print a table: with lines and colours on a terminal, aligned text elsewhere."""
-    if sys.stdout.isatty() and _has_rich():
+    if sys.stdout.isatty() and has_rich():
         from rich.console import Console
         from rich.table import Table as RichTable
 
@@ -76,7 +76,7 @@ def progress(title: str, *, stream: TextIO | None = None) -> Iterator[Progress]:
     stream = sys.stderr if stream is None else stream
     if not stream.isatty():
         yield _say_nothing
-    elif _has_rich():
+    elif has_rich():
         yield from _rich_bar(title, stream)
     else:
         yield from _plain_bar(title, stream)
@@ -113,5 +113,6 @@ def _plain_bar(title: str, stream: TextIO) -> Iterator[Progress]:
         stream.flush()
 
 
-def _has_rich() -> bool:
+def has_rich() -> bool:
+    """Whether `rich` is installed."""
     return importlib.util.find_spec("rich") is not None

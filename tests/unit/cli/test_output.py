@@ -23,7 +23,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture(params=[True, False], ids=["rich", "plain"])
 def rich(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    monkeypatch.setattr(output, "_has_rich", lambda: request.param)
+    monkeypatch.setattr(output, "has_rich", lambda: request.param)
     return bool(request.param)
 
 
@@ -66,7 +66,7 @@ def test_progress_on_a_terminal(rich: bool) -> None:
 
 
 def test_plain_progress_writes_only_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output, "_has_rich", lambda: False)
+    monkeypatch.setattr(output, "has_rich", lambda: False)
     stream = Terminal()
     with progress("work", stream=stream) as show:
         for done in range(1000):
