@@ -268,8 +268,8 @@ class _Shown:
         state = ""
         if self._trouble:
             state = f"no answer for {time.monotonic() - self._since:.0f} s, trying again: {self._trouble}"
-        paused = "  [paused]" if self._paused else f"  every {self._interval:g} s"
-        title = f"hicache top  {self._options.address}{paused}"
+        pace = "[paused]" if self._paused else f"every {self._interval:g} s"
+        title = f"hicache top  {pace}  {self._options.address}"
         return screen_of(view, title=title, state=state, width=width, height=height, first=self._first)
 
 
