@@ -6,7 +6,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hicache.cli.output import print_json, print_table, progress, warn
+from hicache.cli.fitting import print_fitted
+from hicache.cli.output import print_json, progress, warn
 from hicache.cli.values import choice, number, requests, stop_on_interrupt, whole, whole_list
 from hicache.errors import ConfigError
 
@@ -98,9 +99,9 @@ def run(options: argparse.Namespace) -> int:
         print_json(together.document() | more)
     else:
         for table in tables(together, token_bytes=token_bytes):
-            print_table(table)
+            print_fitted(table)
         if each:
-            print_table(each_table(found))
+            print_fitted(each_table(found))
     _warn(together)
     return EXIT_INTERRUPTED if found[-1].interrupted else EXIT_FINE
 

@@ -205,7 +205,11 @@ def _tree(analysis: Analysis) -> Table:
         ("pages of the longest prompt", f"{tree.deepest:,}"),
         ("pages asked once", f"{tree.one_hit_pages:,} ({percent(tree.one_hit_share)})"),
     ]
-    rows += [(f"pages asked by {least:,} requests or more", f"{count:,}") for least, count in tree.pages_by_sharers]
+    before = None
+    for least, count in tree.pages_by_sharers:
+        if count != before:  # of the same pages the least number says less than the next one, and takes a line
+            rows.append((f"pages asked by {least:,} requests or more", f"{count:,}"))
+        before = count
     return Table("the tree of all prompts", ("what", "count"), rows)
 
 
@@ -243,7 +247,7 @@ def _sessions(analysis: Analysis) -> Table:
         f"({percent(found.share_of_requests)}) go on from an earlier one",
         ("of them", "mean", "least", *(f"p{share}" for share in _SHOWN), "most"),
         [
-            _numbers("turns of a session", found.turns),
+            _numbers("turns of a session", found.turns, 1),
             _numbers("seconds between turns", found.pauses, 1),
             _numbers("new tokens of a later turn", found.new_tokens),
         ],

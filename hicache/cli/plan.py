@@ -8,7 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hicache.cli.output import Table, print_json, print_table, say
+from hicache.cli.fitting import print_fitted
+from hicache.cli.output import Table, print_json, say
 from hicache.cli.values import number, whole
 from hicache.errors import ConfigError
 from hicache.units import format_size, parse_size
@@ -100,7 +101,7 @@ def run(options: argparse.Namespace) -> int:
         print_json(found.document() | ({"explain": _explained(found)} if options.explain else {}))
         return EXIT_FINE
     for table in tables(found):
-        print_table(table)
+        print_fitted(table)
     if options.explain:
         for step in _explained(found):
             say(f"{step['what']}\n    {step['formula']}\n    {step['numbers']}\n    [{step['source']}]")
@@ -230,7 +231,7 @@ def _list(*, as_json: bool) -> None:
         )
         return
     rows = [(name, model, f"{shape.parameters / 1e9:,.4g} billion") for name, model, shape in shapes]
-    print_table(Table("presets", ("name", "model", "parameters"), rows, texts=2))
+    print_fitted(Table("presets", ("name", "model", "parameters"), rows, texts=2))
 
 
 def _needed(options: argparse.Namespace, name: str) -> int:

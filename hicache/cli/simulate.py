@@ -6,7 +6,8 @@ import argparse
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from hicache.cli.output import Table, print_json, print_table, progress, say, warn
+from hicache.cli.fitting import print_fitted
+from hicache.cli.output import Table, print_json, progress, say, warn
 from hicache.cli.simulation import add_simulation_arguments, choices_of, costs_of, given_settings, read_trace
 from hicache.cli.values import stop_on_interrupt
 from hicache.units import format_size
@@ -52,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
         print_json(result.document() | {"advice": told})
     else:
         for table in tables(result):
-            print_table(table)
+            print_fitted(table)
         for line in told:
             say(line)
     for problem in result.problems:

@@ -7,7 +7,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hicache.cli.output import Table, print_json, print_table, progress, say, warn
+from hicache.cli.fitting import print_fitted
+from hicache.cli.output import Table, print_json, progress, say, warn
 from hicache.cli.simulation import add_simulation_arguments, choices_of, costs_of, given_settings, read_trace
 from hicache.cli.values import stop_on_interrupt, whole
 from hicache.errors import ConfigError
@@ -54,7 +55,8 @@ def run(options: argparse.Namespace) -> int:
         plain = [result.document(definitions=False) for result in results]
         print_json({"points": len(points), "results": plain, "recommendation": told, "definitions": DEFINITIONS})
     else:
-        print_table(table(results, len(points)))
+        shown, keys = table(results, len(points))
+        print_fitted(shown, keys=keys)
         for line in told:
             say(line)
     problems = [problem for result in results for problem in result.problems]
@@ -65,43 +67,43 @@ def run(options: argparse.Namespace) -> int:
     return EXIT_INTERRUPTED if len(results) < len(points) else EXIT_FINE
 
 
-def table(results: list[SimulationResult], points: int) -> Table:
-    """All points under each other, with what they differ in."""
+def table(results: list[SimulationResult], points: int) -> tuple[Table, int]:
+    """All points under each other with what they differ in, and how many columns that are."""
     from hicache.analytics.simulate.advice import shown, varied
 
     names = varied([result.settings for result in results])
-    rows = []
-    for result in results:
-        ids = [shown(getattr(result.settings, name), name) for name in names]
-        tiers = [getattr(result, f"hit_rate_pages_{tier}") for tier in ("device", "host", "storage")]
-        evicted = result.misses_by_reason["evicted"] / result.pages_asked if result.pages_asked else 0.0
-        elsewhere = result.misses_by_reason["other_instance"] / result.pages_asked if result.pages_asked else 0.0
-        rows.append(
-            [
-                *ids,
-                f"{result.hit_rate_pages:.4f}",
-                *(f"{rate:.4f}" for rate in tiers),
-                f"{result.hit_rate_tokens:.4f}",
-                f"{evicted:.4f}",
-                f"{elsewhere:.4f}",
-                f"{result.first_token_seconds.mean:.3f}",
-                f"{result.gpu_seconds_saved:,.0f}",
-            ]
-        )
-    columns = [
-        *(name.replace("_", " ") for name in names),
-        "hits of pages",
-        "device",
-        "host",
-        "storage",
-        "hits of tokens",
-        "evicted",
-        "other instance",
-        "first token, s",
-        "GPU s saved",
+    columns: list[tuple[str, list[float], str]] = [
+        ("hits of pages", [result.hit_rate_pages for result in results], ".4f"),
+        *(
+            (f"in {tier}", [getattr(result, f"hit_rate_pages_{tier}") for result in results], ".4f")
+            for tier in ("device", "host", "storage")
+        ),
+        ("hits of tokens", [result.hit_rate_tokens for result in results], ".4f"),
+        *(
+            (f"missed: {reason}", [_share(result, reason) for result in results], ".4f")
+            for reason in ("evicted", "other_instance", "late", "over_budget", "failed")
+        ),
+        ("first token, s", [result.first_token_seconds.mean for result in results], ".3f"),
+        ("GPU s saved", [result.gpu_seconds_saved for result in results], ",.0f"),
+    ]
+    told = [column for place, column in enumerate(columns) if not place or any(column[1])]
+    rows = [
+        [
+            *(shown(getattr(result.settings, name), name) for name in names),
+            *(f"{values[at]:{form}}" for _, values, form in told),
+        ]
+        for at, result in enumerate(results)
     ]
     done = f"{len(results):,} of {points:,} points" if len(results) < points else f"{points:,} points"
-    return Table(f"{done}; rates and misses are shares of the pages asked", columns, rows, texts=0)
+    title = (
+        f"{done}; hits and misses are shares of the pages asked, but for hits of tokens; what is 0 at all is left out"
+    )
+    heads = [*(name.replace("_", " ") for name in names), *(name for name, _, _ in told)]
+    return Table(title, heads, rows, texts=0), len(names)
+
+
+def _share(result: SimulationResult, reason: str) -> float:
+    return result.misses_by_reason[reason] / result.pages_asked if result.pages_asked else 0.0
 
 
 def _jobs(text: str | None) -> int:

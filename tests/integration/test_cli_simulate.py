@@ -134,7 +134,7 @@ def test_a_sweep_shows_what_differs(small_trace: Path, tmp_path: Path, capsys: p
     more = ["--requests", "60", "--jobs", "1", "--out", str(tmp_path / "sweep.jsonl")]
     assert main(["sweep", str(small_trace), *grid, *more]) == 0
     text = capsys.readouterr().out
-    assert "8 points; rates and misses are shares of the pages asked" in text
+    assert "8 points; hits and misses are shares of the pages asked" in text
     assert "Take --device" in text
     found = as_json(capsys, "sweep", small_trace, *grid, *more)
     assert len(found["results"]) == found["points"] == 8
