@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import importlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["engine_facts", "names_adapters"]
+__all__ = ["engine_facts", "names_adapters", "passes_prefixes"]
 
 _NAMES: Final = (
     *("model_path", "revision", "dtype", "quantization", "kv_cache_dtype", "attention_backend"),
     *("json_model_override_args", "speculative_draft_model_path", "enable_lora", "lora_paths"),
+    "hicache_storage_backend_extra_config",
 )
 _ACCESSORS: Final = (
     ("sglang.srt.runtime_context", "get_server_args"),
@@ -39,6 +43,17 @@ def names_adapters() -> bool:
         return hasattr(importlib.import_module("sglang.srt.mem_cache.utils"), "storage_namespace_seed")
     except Exception:
         return False
+
+
+def passes_prefixes(facts: Mapping[str, Any]) -> bool | None:
+    """Whether calls tell what stands before their pages; None where that is not known. Never raises."""
+    given = facts.get("hicache_storage_backend_extra_config")
+    try:
+        if isinstance(given, str):
+            given = json.loads(Path(given[1:]).read_bytes() if given.startswith("@") else given)
+        return None if given is None else bool(given.get("hicache_storage_pass_prefix_keys", False))
+    except Exception:  # a file in another form
+        return None
 
 
 def _called(module: str, name: str) -> Any:

@@ -15,7 +15,7 @@ from hicache.storage.registry import open_storage
 from hicache.storage.retry import RetryPolicy
 from hicache_sglang.calls import Complaints, TimedCalls
 from hicache_sglang.counters import Counters
-from hicache_sglang.facts import engine_facts, names_adapters
+from hicache_sglang.facts import engine_facts, names_adapters, passes_prefixes
 from hicache_sglang.hybrid import Pool
 from hicache_sglang.identity import Identity, identify
 from hicache_sglang.pool import HostPages, PoolShape, describe_pool
@@ -135,6 +135,11 @@ def open_store(host_pool: Any, beside: Mapping[Any, Any], config: Any, settings:
 
 
 def _in_a_service(pages: HostPages, identity: Identity, settings: Settings, tools: Tools) -> Opened:
+    if passes_prefixes(engine_facts()) is False:
+        _log.warning(
+            'hicache: add "hicache_storage_pass_prefix_keys": true to the extra config: without it a service finds '
+            "pages only where a prompt is asked for from its beginning"
+        )
     cache = connect(settings, identity)
     return Opened(pages, ServicePages(cache, counters=tools.counters, complaints=tools.complaints), None)
 

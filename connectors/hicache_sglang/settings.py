@@ -81,6 +81,10 @@ def read_settings(document: Mapping[str, Any] | None) -> Settings:
     if not 0 < settings.timeout <= 600:
         raise ConfigError(f"extra config: timeout is {settings.timeout} seconds, must be above 0 and at most 600")
     _check_places(settings)
+    if settings.address and not (document or {}).get("interface_v1"):
+        raise ConfigError(
+            'extra config: pages in a service need "interface_v1": 1, which tells what stands before them'
+        )
     for name in ("kv_heads", "head_group", "layers", "layer_partition"):
         value = getattr(settings, name)
         if value is not None and value < 1:

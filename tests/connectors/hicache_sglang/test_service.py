@@ -52,7 +52,7 @@ def engine(plugin: Make, extra_info: Any) -> Make:
     """Makes engines at an address, with the verbs that SGLang's controller uses."""
 
     def make(pool: Any, address: str, *, extra: dict[str, Any] | None = None, **config: Any) -> SimpleNamespace:
-        one = plugin(pool, extra={"address": address, "timeout": TIMEOUT} | (extra or {}), **config)
+        one = plugin(pool, extra={"address": address, "timeout": TIMEOUT, "interface_v1": 1} | (extra or {}), **config)
 
         def known(before: list[str]) -> Any:
             return extra_info(prefix_keys=before)
@@ -179,8 +179,9 @@ def test_a_full_service_stores_what_it_can(engine: Make, pools: SimpleNamespace,
     ("extra", "text"),
     [
         ({"address": "unix:///nowhere", "storage": "memory://"}, 'has "storage" and "address"'),
-        ({"address": "host:7420"}, "insecure=True"),
-        ({"address": "nonsense"}, "nonsense"),
+        ({"address": "host:7420", "interface_v1": 1}, "insecure=True"),
+        ({"address": "nonsense", "interface_v1": 1}, "nonsense"),
+        ({"address": "unix:///nowhere"}, 'need "interface_v1": 1'),
         ({"address": "unix:///nowhere", "head_group": 2}, "head_group has no meaning for a service"),
         ({"storage": "memory://", "pool_size": "1GiB"}, "pool_size has no meaning for storage without a service"),
     ],
@@ -192,3 +193,32 @@ def test_settings_that_cannot_be_are_one_line(
     assert one.batch_exists(KEYS) == 0
     assert "runs without a cache" in caplog.text
     assert text in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ('{"hicache_storage_pass_prefix_keys": true}', False),
+        ("{}", True),
+        ("@{file}", True),
+        ("@nowhere.yaml", False),
+        (None, False),
+    ],
+)
+def test_a_service_wants_to_know_what_stands_before_a_page(
+    given: str | None,
+    said: bool,
+    plugin: Make,
+    pools: SimpleNamespace,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """One line at start where SGLang was not told to pass it; it is away here, and the engine runs."""
+    (tmp_path / "extra.json").write_text("{}")
+    text = given and given.replace("{file}", str(tmp_path / "extra.json"))
+    arguments = SimpleNamespace(hicache_storage_backend_extra_config=text)
+    extra = {"address": f"unix://{tmp_path}/none.sock", "interface_v1": 1}
+    one = plugin(pools.mha(), extra=extra, arguments=arguments)
+    assert one.batch_exists(KEYS) == 0
+    assert ('add "hicache_storage_pass_prefix_keys": true' in caplog.text) is said
+    assert one.statistics().disabled == ""
