@@ -48,6 +48,7 @@ _COMMANDS = {
         "doctor",
         "replay",
         "analyze",
+        "diff",
         "plan",
         "simulate",
         "sweep",

@@ -1,0 +1,91 @@
+"""Comparing two reports, figure by figure, and where a change of the hit rate comes from."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hicache.analytics.compare.documents import compare
+
+COUNTS = st.fixed_dictionaries(
+    {name: st.integers(0, 1000) for name in ("device", "host", "storage")}
+    | {"missed": st.dictionaries(st.sampled_from(["cold", "evicted", "late"]), st.integers(0, 1000))}
+)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=12,
+)
+
+
+def whole(counts: dict[str, Any]) -> dict[str, Any]:
+    hits = counts["device"] + counts["host"] + counts["storage"]
+    return {"tokens": counts | {"asked": hits + sum(counts["missed"].values())}}
+
+
+@given(COUNTS, COUNTS)
+def test_parts_add_up(a: dict[str, Any], b: dict[str, Any]) -> None:
+    """Tiers' points are the change of the hit rate; with those of the reasons they are nothing."""
+    first, second = whole(a), whole(b)
+    splits = compare(first, second).splits
+    if not first["tokens"]["asked"] or not second["tokens"]["asked"]:
+        assert splits == ()
+        return
+    (split,) = splits
+    tiers = sum(part.points for part in split.parts if not part.name.startswith("missed"))
+    assert abs(tiers - split.points) < 1e-9
+    assert abs(sum(part.points for part in split.parts)) < 1e-9
+    assert abs(100 * (split.hit_rate_b - split.hit_rate_a) - split.points) < 1e-9
+
+
+@given(st.dictionaries(st.text(max_size=5), JSON, max_size=4), st.dictionaries(st.text(max_size=5), JSON, max_size=4))
+def test_any_two_documents(a: dict[str, Any], b: dict[str, Any]) -> None:
+    """Whatever is in them: valid JSON without NaN, nothing where they are equal, and the same both ways."""
+    found = compare(a, b)
+    json.dumps(found.document(), allow_nan=False)
+    assert compare(a, a).changes == ()
+    assert {change.path for change in found.changes} == {change.path for change in compare(b, a).changes}
+
+
+def test_rows_are_found_by_their_names() -> None:
+    """Rows of lists that moved are the same rows; one that came is compared with nothing."""
+    a = {"rows": [{"tier": "host", "n": 1}, {"tier": "storage", "n": 2}], "points": [{"pages": 5, "name": "x", "n": 1}]}
+    b = {"rows": [{"tier": "storage", "n": 2}, {"tier": "host", "n": 3}], "points": [{"pages": 7, "name": "x", "n": 1}]}
+    changes = {change.path: (change.a, change.b, change.relative) for change in compare(a, b).changes}
+    assert changes["rows[host].n"] == (1, 3, 2.0)
+    assert "rows[storage].n" not in changes
+    assert changes["points[5].n"] == (1, None, None)
+    assert changes["points[7].n"] == (None, 1, None)
+
+
+def test_order() -> None:
+    """Figures of the whole first, then parts, then lists; large changes first; no denominator, no percentage."""
+    a = {"x": 10, "y": 10, "z": 0, "part": {"x": 1}, "rows": [1], "text": "a", "name": "A", "definitions": {"x": "1"}}
+    b = {
+        "x": 11,
+        "y": 1,
+        "z": 5,
+        "part": {"x": 100},
+        "rows": [1000],
+        "text": "b",
+        "name": "B",
+        "definitions": {"x": "2"},
+    }
+    found = compare(a, b)
+    assert [change.path for change in found.changes] == ["y", "x", "part.x", "rows[0]", "text", "z"]
+    assert found.changes[-1].relative is None
+
+
+def test_flat_counts() -> None:
+    """Results of replays and simulations have their counts side by side; they are split alike."""
+    a = {"pages_asked": 10, "pages_device": 1, "pages_host": 2, "pages_storage": 0, "misses_by_reason": {"cold": 7}}
+    b = {"pages_asked": 20, "pages_device": 1, "pages_host": 9, "pages_storage": 0, "misses_by_reason": {"cold": 10}}
+    (split,) = compare({"result": a}, {"result": b}).splits
+    assert (split.path, split.asked_a, split.asked_b) == ("result.pages", 10, 20)
+    assert round(split.points, 6) == 20.0
+    assert [(part.name, round(part.points, 6)) for part in split.parts] == [
+        ("host", 25.0), ("missed cold", -20.0), ("device", -5.0),
+    ]  # fmt: skip
