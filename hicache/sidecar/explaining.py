@@ -114,7 +114,6 @@ class _Explainer:
                 "request, as far as that is worth it"
             )
         if seen.stored > stored and first > seen.match.host:
-            self._notes.append(f"page {stored} was believed to be in storage and is not there: the next load fails")
             first = max(stored, seen.match.host)
         if any(there[stored:]):
             count = sum(there[stored:])
@@ -197,6 +196,9 @@ class _Explainer:
 
     def _causes(self, seen: Look, usable: int, others: tuple[Other, ...]) -> Iterator[Cause]:
         coming = seen.match.host + seen.filling
+        if usable < seen.match.pages:
+            text = "gone from storage, which evicted or lost it: the service believes it to be there still"
+            yield self._cause(usable, seen.match.pages, MissReason.EVICTED, text)
         for gone in seen.gone:
             first, end = max(gone.first, usable), gone.end
             late = min(coming, end)

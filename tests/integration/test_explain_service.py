@@ -223,6 +223,30 @@ def test_what_only_the_store_knows(tmp_path: Path) -> None:
     run(test)
 
 
+def test_what_storage_has_lost(tmp_path: Path) -> None:
+    """Pages that the service believes to be in storage, and that somebody removed: the store is asked, and it shows."""
+
+    async def test() -> None:
+        async with running(storage=f"file://{tmp_path}/s?capacity=1GiB", size=8 * PAGE_BYTES) as (service, _):
+            client = await Client.attach(service)
+            await client.store(prompt(6))
+            (pool,) = service.pools
+            await asyncio.to_thread(pool.cache.flush, 10.0)
+            await client.store(prompt(8, 1))
+            assert (await explained(service, prompt(7), seconds=0)).tiers["storage"] == 6
+            for path in tmp_path.rglob(f"{hashes(prompt(6))[64:96].hex()}*"):
+                path.unlink()
+            found = await explained(service, prompt(7))
+            assert (found.usable_pages, found.tiers["storage"]) == (2, 2)
+            lost, cold = found.causes
+            assert (lost.reason, lost.first_page, lost.end_page) == (MissReason.EVICTED, 2, 6)
+            assert "lost" in lost.text
+            assert cold.reason is MissReason.COLD
+            assert any("3 pages behind page 2" in note for note in found.notes)
+
+    run(test)
+
+
 def test_pages_that_are_on_their_way() -> None:
     """Another request has these pages in hand: they are late, not cold."""
 
