@@ -392,7 +392,7 @@ def caught(mutant: Mutant) -> bool:
     with tempfile.TemporaryDirectory(prefix="hicache-mutant-") as name:
         copy = Path(name)
         ignore = shutil.ignore_patterns("__pycache__")
-        for part in ("hicache", "storage_backends", "tests", "proto"):
+        for part in ("hicache", "storage_backends", "connectors", "tests", "proto"):
             shutil.copytree(ROOT / part, copy / part, ignore=ignore)
         shutil.copy(ROOT / "pyproject.toml", copy)
         (copy / "benchmarks").symlink_to(ROOT / "benchmarks")
@@ -401,7 +401,8 @@ def caught(mutant: Mutant) -> bool:
         if text.count(mutant.old) != 1:
             raise ValueError(f"{mutant.name}: {mutant.file} has its text {text.count(mutant.old)} times, not once")
         path.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
-        environment = dict(os.environ, PYTHONPATH=f"{copy}:{copy / 'storage_backends'}", HYPOTHESIS_PROFILE="ci")
+        paths = ":".join(map(str, (copy, copy / "storage_backends", copy / "connectors")))
+        environment = dict(os.environ, PYTHONPATH=paths, HYPOTHESIS_PROFILE="ci")
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *mutant.tests]
         done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)
         if done.returncode not in (0, 1):

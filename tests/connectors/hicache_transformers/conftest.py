@@ -89,6 +89,9 @@ class TinyModel(torch.nn.Module):
             torch.nn.ModuleList([torch.nn.Linear(width, size) for size in sizes] + [torch.nn.Linear(sizes[0], width)])
             for _ in range(2)
         )
+        self.head = torch.nn.Linear(width, VOCABULARY)
+        for weight in self.parameters():  # so that every token before decides about the next one
+            torch.nn.init.normal_(weight, std=0.6)
         self.to(dtype)
         self.eval()
         self.computed: list[tuple[int, int]] = []  # rows and columns of each forward pass
@@ -135,7 +138,7 @@ class TinyModel(torch.nn.Module):
             state = torch.nn.functional.layer_norm(
                 state + out(attended.nan_to_num().transpose(1, 2).reshape(rows, columns, -1)), (state.shape[-1],)
             )
-        return SimpleNamespace(logits=state @ self.table.weight.T, past_key_values=past_key_values)
+        return SimpleNamespace(logits=self.head(state), past_key_values=past_key_values)
 
     @torch.no_grad()
     def generate(

@@ -88,6 +88,33 @@ def test_rows_of_a_batch_may_have_hits_of_any_length(model: Any, opened: Any, ba
     assert columns_of_prefill(model)[-1][0] < len(prompts) or model.computed == []
 
 
+def test_what_is_stored_of_a_padded_row_is_what_it_is_alone(model: Any, opened: Any, batch: Any) -> None:
+    prompts = [prompt(seed=5, tokens=30), prompt(seed=6, tokens=9), prompt(seed=7, tokens=19)]
+    ids, mask = batch(*(one[0] for one in prompts))
+    cache = opened()
+    cache.generate(ids, attention_mask=mask)
+    for one in prompts:
+        with cache.prefix(one) as found, torch.no_grad():
+            (cached,) = found.cached_tokens
+            assert cached == (one.shape[1] - 1) // PAGE * PAGE
+            alone = type(found.past_key_values)(config=model.config)
+            model(one, past_key_values=alone)
+            for layer, expected in zip(found.past_key_values.layers, alone.layers, strict=True):
+                assert torch.allclose(layer.keys, expected.keys[:, :, :cached], atol=1e-4)
+                assert torch.allclose(layer.values, expected.values[:, :, :cached], atol=1e-4)
+
+
+def test_generated_tokens_depend_on_the_whole_prompt(model: Any) -> None:
+    """Else the comparisons here would say little."""
+    generated = []
+    for at in range(20):
+        ids = prompt()
+        ids[0, at] = 2
+        generated.append(tuple(model.generate(ids)[0, 41:].tolist()))
+    assert len(set(generated)) > 15
+    assert len(set(generated[0])) > 4
+
+
 def test_a_row_that_lags_far_behind_is_brought_up_alone(model: Any, opened: Any, batch: Any) -> None:
     prompts = [prompt(seed=seed, tokens=161)[0] for seed in range(4)]
     cache = opened(device="1MiB", host="1MiB")
