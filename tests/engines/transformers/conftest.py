@@ -17,6 +17,8 @@ import transformers
 
 from hicache_transformers import PrefixCache
 
+torch.set_num_threads(1)  # threads of a pool that wait for each other take minutes where others use the cores too
+
 ENGINES = Path(os.environ.get("ENGINES_FOLDER") or Path(__file__).resolve().parents[3] / ".engines")
 PAGE = 16
 VOCABULARY = 211
