@@ -33,8 +33,11 @@ _HASH: Final = 32
 _SCOPES: Final = 4096
 """Other namespaces that are looked at, of each pool."""
 
-_AT_ONCE: Final = 64
-"""Of these, how many are looked at before the loop gets its turn."""
+_AT_ONCE: Final = 32
+"""Of these, how many are looked at before the loop gets its turn: about a millisecond."""
+
+_MOST_OTHERS: Final = 32
+"""Other namespaces with more of the prompt after which no more are looked for."""
 
 
 async def explain(
@@ -164,9 +167,13 @@ class _Explainer:
         for number, (pool, scope) in enumerate(self._elsewhere()):
             if number % _AT_ONCE == 0:
                 await asyncio.sleep(0)
-            other = self._other(pool, scope)
-            if other is not None and other.tokens > least:
-                found.append(other)
+            if self._begins(pool, scope):
+                other = await self._other(pool, scope)
+                if other.tokens > least:
+                    found.append(other)
+            if len(found) == _MOST_OTHERS:
+                self._notes.append(f"{_MOST_OTHERS} other namespaces have more of it: no more were looked for")
+                break
         return nearest_first(found)
 
     def _elsewhere(self) -> Iterator[tuple[Pool, Scope]]:
@@ -176,19 +183,21 @@ class _Explainer:
                     if scope.namespace.digest != self._derived.digest:
                         yield pool, scope
 
-    def _other(self, pool: Pool, scope: Scope) -> Other | None:
-        size = pool.namespace.page_size
-        first = _hashes(scope.namespace, self._tokens[: 4 * size])
-        if not first or not pool.cache.match(scope, first).pages:
-            return None
-        pages = pool.cache.match(scope, _hashes(scope.namespace, self._tokens)).pages
+    def _begins(self, pool: Pool, scope: Scope) -> bool:
+        """Whether a namespace has the prompt's first page."""
+        first = _hashes(scope.namespace, self._tokens[: 4 * pool.namespace.page_size])
+        return bool(first) and pool.cache.match(scope, first).pages > 0
+
+    async def _other(self, pool: Pool, scope: Scope) -> Other:
+        hashes = await asyncio.to_thread(_hashes, scope.namespace, self._tokens)
+        pages = pool.cache.match(scope, hashes).pages
         secrets = Secrets(self._pool.tenant, self._scope.salt)
         return Other(
             pool.namespace.model,
             pool.namespace.digest.hex(),
             scope.namespace.digest.hex(),
             pages,
-            pages * size,
+            pages * pool.namespace.page_size,
             differences(self._derived.describe(), scope.namespace.describe(), secrets),
         )
 

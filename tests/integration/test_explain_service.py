@@ -140,6 +140,21 @@ def test_a_shorter_beginning_under_another_page_size() -> None:
     run(test)
 
 
+def test_many_salts_have_it() -> None:
+    """Where every user's own namespace has the prompt, some are named, and looking ends."""
+
+    async def test() -> None:
+        async with running() as (service, _):
+            client = await Client.attach(service)
+            for number in range(35):
+                await client.store(prompt(2), RequestScope(salt=f"user {number}"))
+            found = await explained(service, prompt(2))
+            assert len(found.others) == 5
+            assert any("32 other namespaces" in note for note in found.notes)
+
+    run(test)
+
+
 def test_an_evicted_prompt() -> None:
     """Evicted, and since when; the pages in front are still there."""
 

@@ -22,7 +22,9 @@ from hicache.cli import main
 from hicache.errors import ConfigError, InvalidInput, NotFound
 from hicache.records import MissReason
 from hicache.rpc.service import Caller, RequestScope, Target
+from hicache.storage.base import ObjectKey
 from hicache.storage.registry import open_storage
+from hicache.testing.servers import Server, binaries, call
 from hicache.testing.sessions import NAMESPACE, PLAIN, Client, hashes, prompt, running
 
 MODEL = Asked(model="org/model")
@@ -36,9 +38,10 @@ def stored(
     namespace: hicache.Namespace = NAMESPACE,
     tenant: str | None = None,
     clear: bool = False,
+    url: str = "",
 ) -> str:
-    """Have a service put a prompt into a folder's store; returns its URL."""
-    url = f"file://{folder}/store?capacity=1GiB&janitor=never"
+    """Have a service put a prompt into a store, by default one in a folder; returns its URL."""
+    url = url or f"file://{folder}/store?capacity=1GiB&janitor=never"
 
     async def put() -> None:
         async with running(storage=url) as (service, _):
@@ -95,6 +98,29 @@ def test_never_stored(tmp_path: Path) -> None:
     assert only(explained(url, prompt(3, 9))).reason is MissReason.COLD
     longer = explained(url, np.concatenate([prompt(4), prompt(2, 9)]))
     assert (longer.usable_pages, only(longer).reason) == (4, MissReason.COLD)
+
+
+@pytest.mark.redis
+def test_in_redis(tmp_path: Path) -> None:
+    """The same in Redis: a hit, a page that was evicted, and a damaged one."""
+    options = {"maxmemory": "1gb", "maxmemory-policy": "allkeys-lru"}
+    with Server(next(iter(binaries().values())), tmp_path / "server", options) as server:
+        url = f"redis://127.0.0.1:{server.port}/0"
+        stored(tmp_path, prompt(6), url=url)
+        assert explained(url, prompt(6)).causes == ()
+        names = [hashes(prompt(6))[32 * page : 32 * page + 32] for page in range(6)]
+        shard = NAMESPACE.geometry.anchor(NAMESPACE.page_size)
+        keys = [f"hicache:{ObjectKey(NAMESPACE.digest, 0, name, shard).name}" for name in names]
+        call(("127.0.0.1", server.port), "SETRANGE", keys[4], 5000, "spoilt")
+        assert (only(explained(url, prompt(6))).reason, explained(url, prompt(6)).usable_pages) == (
+            MissReason.FAILED,
+            4,
+        )
+        call(("127.0.0.1", server.port), "DEL", keys[2])
+        assert (only(explained(url, prompt(6))).reason, explained(url, prompt(6)).usable_pages) == (
+            MissReason.EVICTED,
+            2,
+        )
 
 
 def test_a_page_that_was_removed(tmp_path: Path) -> None:
