@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from hicache.errors import ConfigError
 from hicache.runtime.modelconfig import deciding_settings
+from hicache_vllm.events import Gone, Kept
 
 __all__ = [
     "NEWEST",
@@ -18,11 +19,13 @@ __all__ = [
     "RANGE",
     "Facts",
     "cpu_write",
+    "engine_event",
     "engine_version",
     "facts_of",
     "hit_sources",
     "layer_write",
     "version_warning",
+    "wants_events",
 ]
 
 OLDEST: Final = (0, 30)
@@ -255,6 +258,34 @@ def layer_write(config: Any, name: str) -> Any:
         layer.impl.do_kv_cache_update(layer, keys, values, cache, slots)
 
     return write
+
+
+def wants_events(config: Any) -> bool:
+    """Whether vLLM publishes KV events."""
+    return bool(getattr(getattr(config, "kv_events_config", None), "enable_kv_cache_events", False))
+
+
+def engine_event(change: Kept | Gone, page_size: int) -> Any:
+    """A change as an event of vLLM's."""
+    from vllm.distributed.kv_events import BlockRemoved, BlockStored
+
+    if isinstance(change, Gone):
+        return BlockRemoved(block_hashes=list(change.hashes), medium=change.medium, group_idx=0)
+    return BlockStored(
+        block_hashes=list(change.hashes),
+        parent_block_hash=change.parent,
+        token_ids=list(change.tokens),
+        block_size=page_size,
+        lora_id=None,
+        medium=change.medium,
+        lora_name=change.adapter,
+        extra_keys=[
+            (change.salt,) if change.salt and change.parent is None else None,
+            *[None] * (len(change.hashes) - 1),
+        ],
+        group_idx=0,
+        kv_cache_spec_kind="full_attention",
+    )
 
 
 def hit_sources(counts: dict[str, int]) -> dict[Any, int]:

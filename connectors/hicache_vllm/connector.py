@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import Any, Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
@@ -10,14 +11,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from hicache.errors import HicacheError
 from hicache.rpc.client.cache import ConnectedCache
 from hicache_vllm.absent import AbsentWorker
-from hicache_vllm.compat import RANGE, hit_sources
+from hicache_vllm.compat import RANGE, engine_event, hit_sources, wants_events
 from hicache_vllm.counters import Counters
+from hicache_vllm.events import PageFeed
 from hicache_vllm.fitting import fit
 from hicache_vllm.guard import complain, guarded
 from hicache_vllm.metrics import HiCacheMetrics, HiCacheStats
 from hicache_vllm.plans import Report, StepPlan
 from hicache_vllm.scheduler import SchedulerSide
-from hicache_vllm.start import Start, begin, make_worker, reach
+from hicache_vllm.start import Start, begin, make_feed, make_worker, reach
 from hicache_vllm.wire import PlanMetadata, ReportMetadata
 from hicache_vllm.worker import WorkerSide
 
@@ -46,6 +48,7 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         self._worker: WorkerSide | AbsentWorker = AbsentWorker("its KV tensors are not known")
         self._plan = StepPlan()
         self._connected: bool | None = None
+        self._feed: PageFeed | None = None
         worker = role is KVConnectorRole.WORKER
         if MISFITS:
             self._disable(
@@ -76,6 +79,8 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             writes=start.facts.writes,
             counters=self._counters,
         )
+        if wants_events(self._vllm_config):
+            self._feed = make_feed(start, self._scheduler)
 
     def _disable(self, why: str, *, told: bool) -> None:
         """Run without a cache. Where a worker finds the reason, its scheduler says it."""
@@ -222,6 +227,14 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         """Forget all pages of this model, as after a change of weights; whether that is done."""
         return None if self._scheduler is None else self._scheduler.reset()
 
+    @guarded(lambda *_: ())
+    def take_events(self) -> Iterable[Any]:
+        """Which pages of this model came to the service, or left it, as vLLM's own events."""
+        if self._feed is None or self._start is None:
+            return ()
+        page_size = self._start.identity.namespace.page_size
+        return [engine_event(change, page_size) for change in self._feed.take()]
+
     # ---- both
 
     @property
@@ -260,6 +273,8 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
     def shutdown(self) -> None:
         """Let go of the service; idempotent."""
         self._worker.close()
+        if self._feed is not None:
+            self._feed.close()
         if self._scheduler is not None:
             self._scheduler.close(CLOSE_SECONDS)
         if self._cache is not None:

@@ -316,6 +316,10 @@ class SchedulerSide:
             tracked.bypass()
         return self._scopes.clear()
 
+    def whose(self, digest: bytes) -> tuple[str | None, str | None] | None:
+        """See `Scopes.whose`. Any thread may ask."""
+        return self._scopes.whose(digest)
+
     def close(self, timeout: float) -> None:
         """Give back all leases, as far as the service takes them in time."""
         self._scopes.close()

@@ -46,6 +46,8 @@ class Scopes:
         self._now = now
         self._pause = pause
         self._seen: dict[tuple[str, str | None], Scope] = {("None", None): Scope()}
+        self._named: set[tuple[str, str | None]] = set()
+        self._digests: dict[bytes, tuple[str | None, str | None]] = {}
         self._forgotten = False
         self._closed = False
 
@@ -60,6 +62,21 @@ class Scopes:
             self._forgotten = True
             return
         self._seen[key] = Scope(scope.adapter, scope.salt)
+
+    def whose(self, digest: bytes) -> tuple[str | None, str | None] | None:
+        """Name of the adapter and salt of a namespace that was used here; None of any other. Any thread may ask."""
+        if digest not in self._digests:
+            for key, scope in list(self._seen.items()):
+                if key not in self._named:
+                    self._name(key, scope)
+        return self._digests.get(digest)
+
+    def _name(self, key: tuple[str, str | None], scope: Scope) -> None:
+        self._named.add(key)
+        adapter = None if scope.adapter is None else scope.adapter()
+        if adapter is None or adapter.digest is not None:
+            digest = self._cache.namespace.derive(adapter=adapter, salt=scope.salt).digest
+            self._digests[digest] = (None if adapter is None else adapter.name, scope.salt)
 
     def clear(self) -> bool:
         """Forget all of their pages, in every tier of the service; whether that is done now.

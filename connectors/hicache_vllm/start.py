@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, Final
 
 from hicache.errors import ConfigError
+from hicache.rpc.address import Address
+from hicache.rpc.client.admin import AdminClient
 from hicache.rpc.client.cache import ConnectedCache, connect
+from hicache.rpc.client.options import Secrets
+from hicache.rpc.service import EventBatch
 from hicache_vllm.comparing import Comparison
 from hicache_vllm.compat import Facts, cpu_write, facts_of, layer_write, version_warning
 from hicache_vllm.counters import Counters
 from hicache_vllm.devices import like
+from hicache_vllm.events import PageFeed
 from hicache_vllm.identity import Identity, block_shape, identify, tensor_layout
 from hicache_vllm.layouts import Layout
 from hicache_vllm.proof import proven
+from hicache_vllm.scheduler import SchedulerSide
 from hicache_vllm.service import PrivateService, private_address
 from hicache_vllm.settings import Settings, read_settings
 from hicache_vllm.tensors import made_of, ordered
 from hicache_vllm.worker import WorkerSide
 
-__all__ = ["Start", "begin", "make_worker", "reach"]
+__all__ = ["Start", "begin", "make_feed", "make_worker", "reach"]
 
 _log = logging.getLogger("vllm.hicache")
 
@@ -139,6 +145,18 @@ def reach(start: Start, *, worker: bool) -> ConnectedCache:
     if start.private and not cache.wait_connected(START_SECONDS):
         _log.warning("hicache: the private service does not answer yet: going on without a cache until it does")
     return cache
+
+
+def make_feed(start: Start, scheduler: SchedulerSide) -> PageFeed:
+    """What follows the service's events, for vLLM's publisher."""
+    settings = start.settings
+    secrets = Secrets(None, settings.token_file, settings.ca, settings.cert, settings.key, settings.insecure)
+
+    def watch() -> Iterator[EventBatch]:
+        with AdminClient(Address.parse(start.address), secrets) as client:
+            yield from client.watch_events()
+
+    return PageFeed(watch, scheduler.whose)
 
 
 def make_worker(

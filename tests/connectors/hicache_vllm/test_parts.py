@@ -17,13 +17,17 @@ import numpy as np
 import pytest
 
 from hicache.errors import ConfigError, GeometryError, ServiceUnavailable
+from hicache.events import Cleared, Removed, Stored
+from hicache.records import Tier
 from hicache.rpc.client.options import Backoff
+from hicache.rpc.service import EventBatch
 from hicache.testing.clients import until
 from hicache_vllm.absent import AbsentWorker
 from hicache_vllm.adapters import Adapters
 from hicache_vllm.comparing import Comparison
 from hicache_vllm.compat import Facts
 from hicache_vllm.copier import Copier
+from hicache_vllm.events import Gone, Kept, PageFeed
 from hicache_vllm.identity import Identity, identify
 from hicache_vllm.lookups import Scope
 from hicache_vllm.plans import Report
@@ -341,3 +345,57 @@ def test_reports_of_ranks_are_added_up() -> None:
     assert (dict(report.done), report.lost, report.refused) == ({1: 1, 2: 2, 3: 1}, {1}, "why")
     assert report
     assert not Report()
+
+
+class TestPageFeed:
+    """What vLLM's publisher hears of the service's pages."""
+
+    MINE, OTHER = b"m" * 16, b"o" * 16
+
+    def feed(self) -> PageFeed:
+        return PageFeed(lambda: (), lambda digest: (None, "s") if digest == self.MINE else None, wait=lambda _: True)
+
+    def stored(self, *pages: bytes, tier: Tier = Tier.HOST, namespace: bytes = MINE) -> Stored:
+        tokens = np.arange(2 * len(pages), dtype="<u4").tobytes()
+        return Stored(namespace, 1, tier, pages, None, 0, b"", tokens)
+
+    def test_pages_come_once_and_leave_once(self) -> None:
+        feed = self.feed()
+        feed.apply(EventBatch(1, 0, (self.stored(b"1", b"2"), self.stored(b"1", tier=Tier.STORAGE))))
+        feed.apply(EventBatch(2, 0, (self.stored(b"1", b"2"), self.stored(b"9", namespace=self.OTHER))))
+        feed.apply(EventBatch(3, 0, (self.stored(b"8", tier=Tier.DEVICE),)))
+        feed.apply(EventBatch(4, 0, (Removed(self.MINE, 1, Tier.HOST, (b"2", b"7"), "evicted"),)))
+        assert feed.take() == [
+            Kept("CPU", (b"1", b"2"), None, (0, 1, 2, 3), None, "s"),
+            Kept("FS", (b"1",), None, (0, 1), None, "s"),
+            Gone("CPU", (b"2",)),
+        ]
+        feed.apply(EventBatch(5, 0, (Cleared(self.MINE, 1), Cleared(self.OTHER, 1))))
+        assert feed.take() == [Gone("CPU", (b"1",)), Gone("FS", (b"1",))]
+        assert feed.take() == []
+
+    def test_snapshot_tells_what_was_missed(self) -> None:
+        feed = self.feed()
+        feed.apply(EventBatch(1, 0, (self.stored(b"1"), self.stored(b"2"))))
+        feed.take()
+        feed.apply(EventBatch(7, 0, (self.stored(b"2"), self.stored(b"3")), snapshot=True))
+        feed.apply(EventBatch(7, 0, (), snapshot=True, snapshot_end=True))
+        kept, gone = feed.take()
+        assert (kept.hashes, gone) == ((b"3",), Gone("CPU", (b"1",)))
+
+    def test_watching_begins_again_until_it_is_closed(self, caplog: pytest.LogCaptureFixture) -> None:
+        answers: list[Any] = [ServiceUnavailable("away"), [EventBatch(1, 0, (self.stored(b"1"),))], RuntimeError("bug")]
+        waited: list[float] = []
+
+        def watch() -> Any:
+            answer = answers.pop(0)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        feed = PageFeed(watch, lambda _: (None, None), wait=lambda seconds: bool(waited.append(seconds)))
+        until(lambda: not answers)
+        feed.close()
+        assert [kept.hashes for kept in feed.take()] == [(b"1",)]
+        until(lambda: "events are not told any more" in caplog.text)
+        assert len(waited) == 2

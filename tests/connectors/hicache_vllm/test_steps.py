@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from vllm_services import flushed, small
 from vllm_small_engine import SmallEngine
 
+from hicache.testing.clients import until
 from hicache.testing.serving import ServedApp
 
 HALF = 192 * 1024
@@ -177,3 +182,68 @@ def test_embeddings_go_past_the_cache(engines: Engines) -> None:
     assert engine.external == 0
     engine.generate(tokens, skip_reading_prefix_cache=True)
     assert engine.external == 0
+
+
+def test_publisher_hears_which_pages_are_there(engines: Engines) -> None:
+    """As vLLM's own events, with tokens and the page before, once for each tier."""
+    engine = engines(changed={"kv_events_config": SimpleNamespace(enable_kv_cache_events=True)})
+    tokens = small(70, 20)
+    engine.generate(tokens, cache_salt="s")
+    found: list[Any] = []
+
+    def heard() -> bool:
+        found.extend(engine.scheduler.take_events())
+        return {event.medium for event in found} == {"CPU", "FS"}
+
+    until(heard)
+    first = next(event for event in found if event.medium == "CPU")
+    assert (first.token_ids[:8], first.block_size, first.parent_block_hash) == (tokens[:8], 8, None)
+    assert first.extra_keys[0] == ("s",)
+    assert engine.scheduler.reset_cache()
+    until(lambda: bool(found.extend(engine.scheduler.take_events())) or not hasattr(found[-1], "token_ids"))
+
+
+def test_images_and_adapters_are_in_the_names(engines: Engines, tmp_path: Path) -> None:
+    """The same tokens with another image, or another adapter, are other pages; files of adapters are read once."""
+    engine = engines(changed={"model_config__is_multimodal_model": True})
+    tokens = small(71, 40)
+
+    def image(name: str) -> list[Any]:
+        return [SimpleNamespace(identifier=name, mm_position=SimpleNamespace(offset=3, length=10))]
+
+    (tmp_path / "adapter_config.json").write_text("{}")
+    lora = SimpleNamespace(lora_name="sql", lora_path=str(tmp_path))
+    unread = SimpleNamespace(lora_name="sql", lora_path="/nowhere")
+    for fields, found in (
+        ({"mm_features": image("cat")}, 32),
+        ({"mm_features": image("dog")}, 32),
+        ({"lora_request": lora}, 32),
+        ({"lora_request": unread}, 0),
+        ({}, 32),
+    ):
+        before = engine.external
+        engine.generate(tokens, **fields)
+        assert engine.external == before
+        engine.generate(tokens, **fields)
+        assert engine.external - before == found
+
+
+@pytest.mark.case("RACE-7")
+def test_preemption_in_every_step_of_a_store(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks are taken away while slots are asked for, when they are there, and while a worker reads: no wrong page."""
+    engine = engines(chunk=24)
+    gate = threading.Event()
+    store = engine.workers[0]._worker._tensors.store
+    monkeypatch.setattr(engine.workers[0]._worker._tensors, "store", lambda *given: (gate.wait(0.01), store(*given))[1])
+    for number, steps in enumerate((1, 2, 3, 4, 5, 6)):
+        request = engine.add(small(80 + number, 60), new=4)
+        for _ in range(steps):
+            engine.step()
+        if request in engine._running:
+            engine.preempt(request)
+        engine.run()
+        assert engine.free_blocks == 63
+    gate.set()
+    fresh = engines(blocks=200)
+    fresh.generate(*(small(80 + number, 60) for number in range(6)))
+    assert (fresh.external, fresh.failed) == (6 * 56, 0)

@@ -93,6 +93,8 @@ def test_damaged_object_is_computed_again(engines: Engines, folder: Path) -> Non
         engine.generate(tokens)
         assert engine.external < 56
         assert engine.failed == 0
+        engine.generate(tokens)
+        assert engine.sources.get("host", 0) == 56, (engine.sources, engine.stats)
 
 
 def _fails(*_: Any, **__: Any) -> Any:

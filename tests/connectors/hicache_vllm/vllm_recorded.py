@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import inspect
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, make_dataclass
 from enum import Enum, StrEnum
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -108,6 +108,7 @@ def modules(more: dict[str, str] | None = None, *, kernel: Any = None) -> dict[s
         _METRICS: {"KVConnectorStats": Stats, "KVConnectorPromMetrics": PromMetrics},
         _UTILS: {"get_current_attn_backend": lambda config: SimpleNamespace(get_name=lambda: config.backend)},
         _SOURCES: {"CacheHitSource": HitSource},
+        "vllm.distributed.kv_events": {name: make_dataclass(name, fields) for name, fields in RECORD["events"].items()},
         _CPU: {"_get_attn_isa": lambda *_: "vec"},
         "vllm.distributed.utils": {"get_pp_indices": lambda layers, rank, size: (layers // size * rank, 0)},
     }

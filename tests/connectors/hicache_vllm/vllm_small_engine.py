@@ -91,6 +91,7 @@ class SmallEngine:
         self.sources: dict[str, int] = {}
         self.stats: dict[str, float] = {}
         self._free = list(range(blocks - 1, 0, -1))
+        self._freed: list[int] = []
         self._waiting: list[Request] = []
         self._running: list[Request] = []
         self._kept: dict[str, Request] = {}
@@ -191,12 +192,14 @@ class SmallEngine:
         )
         metadata = self.scheduler.build_connector_meta(output)
         finished, self._finished = self._finished, set()
+        freed, self._freed = self._freed, []
         sent: list[set[str]] = []
         received: list[set[str]] = []
         bad: set[int] = set()
         report: Any = None
         for rank, worker in enumerate(self.workers):
             worker.handle_preemptions(metadata)
+            self._scrub(rank, freed)
             worker.bind_connector_metadata(metadata)
             if sync:
                 worker.start_load_kv(None)
@@ -275,12 +278,14 @@ class SmallEngine:
             request.blocks.append(self._free.pop())
 
     def _release(self, request: Request) -> None:
-        for block in reversed(request.blocks):
-            for layers in self.tensors:
-                for tensor in layers:
-                    tensor[block] = -1  # whoever still reads it, reads this
-            self._free.append(block)
+        self._free.extend(reversed(request.blocks))
+        self._freed.extend(request.blocks)
         request.blocks = []
+
+    def _scrub(self, rank: int, freed: list[int]) -> None:
+        """What belongs to nobody may be overwritten from here on in a step: whoever still reads it, reads this."""
+        for tensor in self.tensors[rank]:
+            tensor[freed] = -1
 
     def _compute(self, request: Request, count: int, rank: int, layer: int, bad: set[int]) -> None:
         begin = request.num_computed_tokens

@@ -137,9 +137,10 @@ def test_damaged_objects_are_computed_again(engines: Engines, folder: Path, stor
     prompt = prompt_of(340, 300)
     first = Service(folder, storage=storage)
     first.start()
-    engine = engines({"address": first.address})
+    engine = engines({"address": first.address, "deadline": 10.0})
     engine.generate(prompt)
     first.stop()
+    connected(engine, False)
     objects = list(Path(storage.removeprefix("file://").split("?")[0]).rglob("*_L0-4_H0"))
     assert len(objects) == 4
     for path in objects:

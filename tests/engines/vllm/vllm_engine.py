@@ -26,7 +26,7 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
-    "OMP_NUM_THREADS": "1",
+    "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
 }
 START_SECONDS = 240.0
 ANSWER_SECONDS = 120.0
@@ -126,7 +126,7 @@ class Engine:
         if self.process.poll() is None:
             try:
                 self.ask(do="quit", seconds=60.0)
-                self.process.wait(60.0)
+                self.process.wait(20.0)
             except (OSError, RuntimeError, subprocess.TimeoutExpired):
                 pass
         self.kill()
@@ -245,14 +245,19 @@ def _metrics(llm: Any) -> dict[str, float]:
 
 
 def _lose(llm: Any, pid: int) -> bool:
-    """Let the service die between the next match and its load."""
+    """Let the service die between the next match and its load, and both sides know it."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
     connector = llm.llm_engine.engine_core.engine_core.scheduler.connector
+    clients = [side._cache for side in (connector, get_kv_transfer_group())]
     promise = connector.update_state_after_alloc
 
     def lose(request: Any, blocks: Any, tokens: int) -> None:
         promise(request, blocks, tokens)
         if tokens:
             os.kill(pid, signal.SIGKILL)
+            while any(client.connected for client in clients):
+                time.sleep(0.001)
             connector.update_state_after_alloc = promise
 
     connector.update_state_after_alloc = lose
