@@ -35,7 +35,11 @@ class PageRequest(Protocol):
 
     @property
     def usable(self) -> int:
-        """Leading pages that came from the cache."""
+        """Leading pages that came from the cache; 0 before `load`."""
+        ...
+
+    def load(self) -> None:
+        """Wait until its pages are here, at most until the deadline."""
         ...
 
     def pages(self) -> Sequence[Bytes]:
@@ -62,7 +66,7 @@ class PageSource(Protocol):
     """A cache. Thread-safe."""
 
     def begin(self, tokens: Tokens, whose: Separation, *, deadline: float | None) -> PageRequest:
-        """Look a prompt up, and wait until its pages are here, at most until the deadline."""
+        """Look a prompt up, and begin to fetch its pages. The deadline, in seconds, runs from now on."""
         ...
 
 
@@ -103,7 +107,7 @@ class EmbeddedPages:
         request = self.cache.request(
             tokens, deadline=deadline, adapter=whose.adapter, tenant=whose.tenant, salt=whose.salt
         )
-        return _loaded(lambda: _EmbeddedRequest(request, self.memory, self._shape), request)
+        return _EmbeddedRequest(request, self.memory, self._shape)
 
     def close(self) -> None:
         """Drain and close. Idempotent."""
@@ -131,19 +135,11 @@ class ConnectedPages:
     def begin(self, tokens: Tokens, whose: Separation, *, deadline: float | None) -> PageRequest:
         """See `PageSource`. The tenant is the service's business."""
         request = self.cache.request(tokens, deadline=deadline, adapter=whose.adapter, salt=whose.salt)
-        return _loaded(lambda: _ConnectedRequest(request, self._shape), request)
+        return _ConnectedRequest(request, self._shape)
 
     def close(self) -> None:
         """Say goodbye. Idempotent."""
         self.cache.close()
-
-
-def _loaded(load: Callable[[], PageRequest], request: Any) -> PageRequest:
-    try:
-        return load()
-    except BaseException:
-        request.close(aborted=True)
-        raise
 
 
 def _allocated(request: hicache.Request | hicache.ConnectedRequest, wanted: int) -> npt.NDArray[np.int64]:
@@ -159,7 +155,10 @@ class _EmbeddedRequest:
         self._request = request
         self._memory = memory
         self._shape = shape
-        self._slots = request.load()
+        self._slots: npt.NDArray[np.int64] = np.empty(0, np.int64)
+
+    def load(self) -> None:
+        self._slots = self._request.load()
 
     @property
     def usable(self) -> int:
@@ -191,9 +190,13 @@ class _ConnectedRequest:
     def __init__(self, request: hicache.ConnectedRequest, shape: PageShape) -> None:
         self._request = request
         self._shape = shape
-        self._read = np.empty((len(request.load()), shape.page_bytes), np.uint8)
+        self._read: Bytes = np.empty((0, shape.page_bytes), np.uint8)
+        self._usable = 0
+
+    def load(self) -> None:
+        self._read = np.empty((len(self._request.load()), self._shape.page_bytes), np.uint8)
         # What counts is known behind the copy: the service may take pages back from one who is late.
-        self._usable = request.read_into(self._read) if len(self._read) else 0
+        self._usable = self._request.read_into(self._read) if len(self._read) else 0
 
     @property
     def usable(self) -> int:

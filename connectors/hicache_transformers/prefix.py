@@ -136,7 +136,7 @@ def begin(
         rows: its prompts.
         whose: separates them from others.
         repeats: rows that the model's cache shall have for each prompt.
-        deadline: seconds for each prompt's pages to come.
+        deadline: seconds for all prompts' pages to come.
 
     Raises:
         HicacheError: the cache failed; nothing is held then.
@@ -146,6 +146,8 @@ def begin(
     try:
         for row in rows:  # one by one: what has begun is let go of where the next fails
             requests.append(engine.source.begin(row.tokens, whose, deadline=deadline))  # noqa: PERF401
+        for request in requests:  # all were begun before, so that the call waits for one deadline and not for each
+            request.load()
         hits = [request.usable * engine.pages.tokens for request in requests]
         fill = columns_to_fill(rows, hits, batch.columns)
         state = _state(batch, fill)

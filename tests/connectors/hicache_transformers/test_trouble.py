@@ -169,6 +169,27 @@ def test_a_lookup_that_fails_midway_holds_nothing(model: Any, opened: Any, monke
     assert cache.statistics().failures == {"looking up: StorageUnavailable": 1}
 
 
+def test_a_batch_waits_for_one_deadline(model: Any, opened: Any, batch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deadlines run from the request on, so all rows are asked for before the first is waited for."""
+    cache = opened(deadline=0.5)
+    calls: list[Any] = []
+    request, load = cache.cache.request, hicache.Request.load
+
+    def asked(tokens: Any, *, deadline: float, **whose: Any) -> Any:
+        calls.append(deadline)
+        return request(tokens, deadline=deadline, **whose)
+
+    def waited(of: Any) -> Any:
+        calls.append("load")
+        return load(of)
+
+    cache.cache.request = asked
+    monkeypatch.setattr(hicache.Request, "load", waited)
+    ids, mask = batch(PROMPT[0], PROMPT[0, :9])
+    cache.generate(ids, attention_mask=mask)
+    assert calls == [0.5, 0.5, "load", "load"]
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
