@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hicache.analytics.analysis.columns import Columns, read_columns
@@ -68,6 +68,7 @@ def random_prompts(seed: int, *, count: int, heads: int) -> list[list[int]]:
 PROMPTS = st.lists(st.lists(st.integers(0, 3), max_size=6), max_size=25)
 
 
+@settings(max_examples=100)
 @given(PROMPTS)
 def test_distances_are_places_in_the_stack(prompts: list[list[int]]) -> None:
     columns = columns_of(prompts)
@@ -91,10 +92,9 @@ def test_nothing_has_no_distances() -> None:
     assert smaller_before(np.empty(0, np.int64), np.array([0]), np.array([3])).tolist() == [0]
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_the_curve_is_that_of_the_cache(tmp_path: Path, seed: int) -> None:
-    """The production tree, replayed at each size, hits what the stack says."""
-    prompts = random_prompts(seed, count=120, heads=5)
+def test_the_curve_is_that_of_the_cache(tmp_path: Path) -> None:
+    """The production tree, replayed at each of 20 sizes, hits what the stack says."""
+    prompts = random_prompts(0, count=120, heads=5)
     trace = tmp_path / "trace.jsonl"
     lines = [
         {"timestamp": n, "input_length": 512 * len(ids), "output_length": 1, "hash_ids": ids}
@@ -111,9 +111,9 @@ def test_the_curve_is_that_of_the_cache(tmp_path: Path, seed: int) -> None:
 
 
 @pytest.mark.parametrize("share", [0.05, 0.3])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_a_sampled_curve_keeps_its_bound(seed: int, share: float) -> None:
-    columns = columns_of(random_prompts(seed, count=3000, heads=20))
+    columns = columns_of(random_prompts(seed, count=2000, heads=20))
     uses, sizes = Uses(columns), sizes_of_interest(columns)
     exact = exact_curve(columns, uses, sizes)
     for luck in range(4):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hicache.analytics.analysis.report import Analysis, AnalyzeOptions, analyze
@@ -137,6 +137,7 @@ def test_the_same_id_behind_another_past_is_another_page(tmp_path: Path) -> None
     assert (found.pages_different, found.ideal_pages_hit) == (6, 0)
 
 
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.lists(st.integers(0, 3), min_size=1, max_size=5), st.integers(1, 64)), max_size=15))
 def test_sums_and_bounds(rows: list[tuple[list[int], int]]) -> None:
     """Whatever is asked: parts add up, nothing is above 1, and a larger cache is no worse."""
