@@ -33,9 +33,9 @@ Shares name what they divide by: tokens asked, since the start and since the loo
 sizes would hit, an estimate with its error (see deploy/metrics.md). The ideal misses only what was never seen.
 
 JSON (a document a look, a line each unless --once): service, interval_seconds (null at the first look), tokens and
-tokens_in_interval (asked, device, host, storage, missed by reason), hit_rate_tokens (since the start; null before
-anything was asked), and pools (model, namespace, tenant, what_if, ideal_hit_rate_pages, prefixes), with the fields of
-hicache.core.whatif.WhatIfStatistics and hicache.runtime.popular.Prefix.
+tokens_in_interval (asked, device, host, storage, missed by reason), hit_rate_tokens and ideal_hit_rate_tokens (since
+the start; null before anything was asked), and pools (model, namespace, tenant, what_if, ideal_hit_rate_pages,
+prefixes), with the fields of hicache.core.whatif.WhatIfStatistics and hicache.runtime.popular.Prefix.
 
 Exit codes: 0 ended by q, Ctrl-C or --count, 2 the service was not reached at the start.
 """

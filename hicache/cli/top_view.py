@@ -118,19 +118,23 @@ class _Facts:
         return ", ".join(parts)
 
     def tokens(self) -> Table:
-        """Where prompts' tokens came from. Both shares are of the tokens asked in the same time."""
+        """Where prompts' tokens came from. Both shares are of the tokens asked in the same time.
+
+        The ideal hits all that was seen before and is no page tail: what lies between is missed for the other reasons.
+        """
         asked, latest = self._totals["asked"], self._latest["asked"]
         rows = [("asked", self._pace(latest), "", f"{asked:,}", "100.0 %" if asked else "-")]
-        names = [*_TIERS, *sorted((name for name in self._totals if " " in name), key=lambda name: -self._totals[name])]
-        for name in names:
-            total, recent = self._totals[name], self._latest[name]
-            if not total and name == "device":
+        reasons = sorted((name for name in self._totals if " " in name), key=lambda name: -self._totals[name])
+        shown = [
+            ("hit", _hits(self._totals), _hits(self._latest)),
+            *((f"  {tier}", self._totals[tier], self._latest[tier]) for tier in _TIERS),
+            ("ideal", _ideal_hits(self._totals), _ideal_hits(self._latest)),
+            *((name, self._totals[name], self._latest[name]) for name in reasons),
+        ]
+        for name, total, recent in shown:
+            if name == "  device" and not total:
                 continue  # engines own it: their hits there never reach a service
-            shown = name if " " in name else f"  {name}"
-            rows.append((shown, self._pace(recent), percent(recent, latest), f"{total:,}", percent(total, asked)))
-        hits = sum(self._totals[tier] for tier in _TIERS)
-        recent = sum(self._latest[tier] for tier in _TIERS)
-        rows.insert(1, ("hit", self._pace(recent), percent(recent, latest), f"{hits:,}", percent(hits, asked)))
+            rows.append((name, self._pace(recent), percent(recent, latest), f"{total:,}", percent(total, asked)))
         return Table("tokens", ("", "a second", "of asked", "since start", "of asked"), rows)
 
     def tiers(self) -> Table:
@@ -246,7 +250,8 @@ class _Facts:
             "interval_seconds": self._seconds or None,
             "tokens": _split(self._totals, reasons),
             "tokens_in_interval": _split(self._latest, reasons) if self._earlier else None,
-            "hit_rate_tokens": _rate(sum(self._totals[tier] for tier in _TIERS), self._totals["asked"]),
+            "hit_rate_tokens": _rate(_hits(self._totals), self._totals["asked"]),
+            "ideal_hit_rate_tokens": _rate(_ideal_hits(self._totals), self._totals["asked"]),
             "pools": [
                 {
                     "model": pool["model"],
@@ -295,6 +300,14 @@ def _tokens(statistics: Iterable[Document]) -> Counter[str]:
         for reason, count in tokens["missed"].items():
             found[f"missed {reason}"] += count
     return found
+
+
+def _hits(counts: Counter[str]) -> int:
+    return sum(counts[tier] for tier in _TIERS)
+
+
+def _ideal_hits(counts: Counter[str]) -> int:
+    return counts["asked"] - counts["missed cold"] - counts["missed unaligned_tail"]
 
 
 def _split(counts: Counter[str], reasons: Iterable[str]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import termios
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -115,6 +116,10 @@ def store(address: str, first: int = 0) -> None:
     cache.close()
 
 
+def total(figures: dict[str, float], name: str, label: str = "") -> float:
+    return sum(value for key, value in figures.items() if key.startswith(f"hicache_{name}{{") and label in key)
+
+
 def test_a_session(tmp_path: Path, terminals: list[Terminal]) -> None:
     """Figures, sorting, a pause, another size, a service that is killed and comes back, and q."""
     with ServiceProcess(tmp_path) as service:
@@ -178,8 +183,8 @@ def test_signals_end_it(number: signal.Signals, tmp_path: Path, terminals: list[
 
 
 def test_without_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Tables or JSON, once or so many times; the figures are those of `hicache stats`."""
-    with ServiceProcess(tmp_path) as service:
+    """Tables or JSON, once or so many times; the figures are those of `hicache stats`, and of Prometheus."""
+    with ServiceProcess(tmp_path, "--metrics", "127.0.0.1:0") as service:
         store(service.address)
         assert main(["top", service.address, "--once"]) == 0
         shown = capsys.readouterr().out
@@ -192,6 +197,14 @@ def test_without_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         assert document["tokens"] == {name: tokens[name] for name in ("asked", "device", "host", "storage", "missed")}
         assert document["interval_seconds"] is None
         assert document["pools"][0]["what_if"] == pool["what_if"]
+        with urllib.request.urlopen(f"http://{service.ready['metrics']}/metrics") as page:
+            figures = dict(line.rsplit(" ", 1) for line in page.read().decode().splitlines() if line[:8] == "hicache_")
+        found = {name: float(value) for name, value in figures.items()}
+        assert total(found, "tokens_asked_total") == document["tokens"]["asked"] == 128
+        assert total(found, "tokens_hit_total", 'tier="host"') == document["tokens"]["host"] == 48
+        for point in pool["what_if"][0]["points"]:
+            size = f'size="{point["factor"]:g}"'
+            assert total(found, "what_if_missed_pages_total", size) == point["missed_pages"]
         assert main(["top", service.address, "--json", "--count", "3", "--interval", "0.05"]) == 0
         first, *others = map(json.loads, capsys.readouterr().out.splitlines())
         assert (first["interval_seconds"], len(others)) == (None, 2)

@@ -72,12 +72,13 @@ def test_every_share_has_its_denominator() -> None:
     assert rows["hit"] == ("20", "40.0 %", "100", "50.0 %")
     assert rows["host"] == ("10", "20.0 %", "80", "40.0 %")
     assert rows["storage"] == ("10", "20.0 %", "20", "10.0 %")
+    assert rows["ideal"] == ("40", "80.0 %", "140", "70.0 %")
     assert rows["missed cold"] == ("10", "20.0 %", "60", "30.0 %")
     assert rows["missed late"] == ("20", "40.0 %", "40", "20.0 %")
     view = view_of(now, before).document
     for tokens in (view["tokens"], view["tokens_in_interval"]):
         assert tokens["asked"] == tokens["device"] + tokens["host"] + tokens["storage"] + sum(tokens["missed"].values())
-    assert view["hit_rate_tokens"] == 0.5
+    assert (view["hit_rate_tokens"], view["ideal_hit_rate_tokens"]) == (0.5, 0.7)
     assert view["pools"][0]["ideal_hit_rate_pages"] == 0.7
     assert table(view_of(now, before), "moved")["host to storage"] == ("9.77 KiB", "19.53 KiB")
     assert table(view_of(now, before), "verbs")["lease"] == ("1", "1,000", "0")
