@@ -38,7 +38,9 @@ _LAYER_TYPES: Final = {
 _NOT_COUNTED: Final = {
     "num_kv_shared_layers": "layers that use the state of others",
     "is_encoder_decoder": "an encoder",
+    "index_topk": "an indexer with keys of its own",
 }
+_RECURRENT_SIGNS: Final = ("mamba_d_state", "ssm_state_size", "linear_num_value_heads", "conv_L_cache")
 
 
 def read_model(path: Path) -> ModelShape:
@@ -115,22 +117,46 @@ class _Reader:
     # ---- which layers
 
     def _kinds(self) -> list[str]:
+        kinds = self._listed() or self._by_rule()
+        if RECURRENT not in kinds and any(self._config.get(field) for field in _RECURRENT_SIGNS):
+            raise ConfigError(
+                f"{self._source}: the model has recurrent state, and nothing here says in which layers, or it is "
+                f"beside attention in the same layer: such models are not counted here yet"
+            )
+        return kinds
+
+    def _listed(self) -> list[str]:
+        """Kinds of layers that the config lists one by one; empty where it does not."""
+        fields = ("layer_types", "layers_block_type", "hybrid_override_pattern")
+        field = next((name for name in fields if self._config.get(name)), None)
+        if field is None:
+            return []
+        types = self._config[field]
+        if not isinstance(types, list | str):
+            raise ConfigError(f"{self._source}: {field} must be a list of the layers' types")
+        layers = self._count("layers") if self._has("layers") else len(types)
+        check_layers(layers, f"{self._source}: {_NAMES['layers'][0]}")
+        if len(types) < layers:
+            raise ConfigError(f"{self._source}: {field} has {len(types)} entries, and the model {layers} layers")
+        return [self._kind(value) for value in types[:layers]]
+
+    def _by_rule(self) -> list[str]:
+        """Kinds of layers by a period, or by what all are."""
         layers = self._count("layers")
         check_layers(layers, f"{self._source}: {_NAMES['layers'][0]}")
-        types = self._config.get("layer_types", self._config.get("layers_block_type"))
-        types = types or self._config.get("hybrid_override_pattern")
-        if isinstance(types, list | str) and types:
-            return [self._kind(value) for value in (types[:layers] if isinstance(types, list) else types)]
-        period = self._config.get("attn_layer_period")
-        if period:
+        if self._config.get("attn_layer_period"):
             offset = self._number("attn_layer_offset", least=0)
             period = self._number("attn_layer_period")
             return [FULL if layer % period == offset else RECURRENT for layer in range(layers)]
         if (full := self._config.get("attn_layer_indices")) is not None:
+            if not isinstance(full, list):
+                raise ConfigError(f"{self._source}: attn_layer_indices must be a list of layers")
             return [FULL if layer in full else RECURRENT for layer in range(layers)]
-        if "full_attention_interval" in self._config:
+        if self._config.get("full_attention_interval"):
             every = self._number("full_attention_interval")
             return [FULL if layer % every == every - 1 else RECURRENT for layer in range(layers)]
+        if not self._has("heads") and self._config.get("state_size"):
+            return [RECURRENT] * layers  # Mamba alone
         return self._attention_kinds(layers)
 
     def _attention_kinds(self, layers: int) -> list[str]:
@@ -138,6 +164,9 @@ class _Reader:
             return [LATENT] * layers
         if not self._config.get("sliding_window") or self._config.get("use_sliding_window") is False:
             return [FULL] * layers
+        if self._config.get("use_sliding_window") and self._config.get("max_window_layers"):
+            full = self._number("max_window_layers")
+            return [FULL if layer < full else WINDOW for layer in range(layers)]
         field = "sliding_window_pattern" if "sliding_window_pattern" in self._config else "_sliding_window_pattern"
         if self._config.get(field):
             every = self._number(field)
@@ -157,9 +186,12 @@ class _Reader:
 
     def _full(self, window: int = 0) -> Layer:
         heads = self._count("heads")
-        kv_heads = 1 if self._config.get("multi_query") and not self._has("kv_heads") else heads
-        kv_heads = self._count("kv_heads") if self._has("kv_heads") else kv_heads
+        kv_heads = self._count("kv_heads") if self._has("kv_heads") else heads
+        if self._config.get("multi_query") and not self._config.get("new_decoder_architecture"):
+            kv_heads = 1
         dim = self._number("head_dim") if self._config.get("head_dim") else self._count("hidden") // heads
+        if not dim:
+            raise ConfigError(f"{self._source}: hidden_size is less than num_attention_heads, which leaves no head")
         return Layer(WINDOW if window else FULL, kv_heads, dim, dim, window)
 
     def _window(self) -> Layer:
@@ -178,9 +210,10 @@ class _Reader:
             )
         state = self._first("mamba_d_state", "ssm_state_size", "state_size")
         kernel = self._first("mamba_d_conv", "conv_kernel") - 1
-        if "mamba_n_heads" in self._config or "mamba_num_heads" in self._config:  # Mamba-2
-            heads = self._first("mamba_n_heads", "mamba_num_heads")
-            inner = heads * self._first("mamba_d_head", "mamba_head_dim")
+        names = ("mamba_n_heads", "mamba_num_heads", "num_heads")
+        if any(name in self._config for name in names):  # Mamba-2
+            heads = self._first(*names)
+            inner = heads * self._first("mamba_d_head", "mamba_head_dim", "head_dim")
             conv = inner + 2 * self._first("mamba_n_groups", "n_groups") * state
             return Layer(RECURRENT, conv_elements=conv * kernel, state_elements=inner * state)
         inner = self._first("mamba_expand", "expand") * self._count("hidden")

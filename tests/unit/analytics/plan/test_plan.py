@@ -196,7 +196,9 @@ BASE: dict[str, Any] = {"num_hidden_layers": 6, "num_attention_heads": 8, "hidde
     [
         ({}, {FULL: (6, 8)}),  # without a number of kv heads each head has its own
         ({"num_key_value_heads": 2}, {FULL: (6, 2)}),
-        ({"multi_query": True}, {FULL: (6, 1)}),
+        ({"multi_query": True, "num_kv_heads": 8}, {FULL: (6, 1)}),
+        ({"multi_query": True, "new_decoder_architecture": True, "num_kv_heads": 4}, {FULL: (6, 4)}),
+        ({"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 4}, {FULL: (4, 8), WINDOW: (2, 8)}),
         ({"kv_lora_rank": 64, "qk_rope_head_dim": 8}, {LATENT: (6, 0)}),
         ({"sliding_window": 64}, {WINDOW: (6, 8)}),
         ({"sliding_window": 64, "use_sliding_window": False}, {FULL: (6, 8)}),
@@ -236,6 +238,14 @@ def test_state_of_mamba_2_by_hand() -> None:
     assert (layer.state_elements, layer.conv_elements) == (4 * 8 * 16, (32 + 2 * 2 * 16) * 3)
 
 
+def test_models_without_any_attention() -> None:
+    config = {"num_hidden_layers": 6, "hidden_size": 64, "state_size": 16, "conv_kernel": 4, "expand": 2}
+    (first,) = {*shape_of(config, name="m", source="s").layers}
+    assert (first.state_elements, first.conv_elements) == (128 * 16, 128 * 3)
+    (second,) = {*shape_of(config | {"num_heads": 8, "head_dim": 16, "n_groups": 1}, name="m", source="s").layers}
+    assert (second.state_elements, second.conv_elements) == (128 * 16, (128 + 2 * 16) * 3)
+
+
 def test_a_folder_with_an_index_of_weights(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"text_config": BASE, "dtype": "float16"}))
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": 12345}}))
@@ -255,9 +265,15 @@ def test_a_folder_with_an_index_of_weights(tmp_path: Path) -> None:
         ('{"num_hidden_layers": NaN}', "num_hidden_layers nan must be a whole number"),
         ('{"num_hidden_layers": -6}', "num_hidden_layers -6 must be a whole number"),
         ('{"num_hidden_layers": 1000000}', "more than 65535 layers"),
-        (json.dumps(BASE | {"layer_types": ["chunked_attention"]}), "layers of type 'chunked_attention'"),
+        (json.dumps(BASE | {"layer_types": ["chunked_attention"] * 6}), "layers of type 'chunked_attention'"),
         (json.dumps(BASE | {"num_kv_shared_layers": 4}), "layers that use the state of others"),
         (json.dumps(BASE | {"is_encoder_decoder": True}), "an encoder"),
+        (json.dumps(BASE | {"index_topk": 2048}), "an indexer"),
+        (json.dumps(BASE | {"mamba_d_state": 16}), "nothing here says in which layers"),
+        (json.dumps(BASE | {"layer_types": ["full_attention"]}), "layer_types has 1 entries, and the model 6 layers"),
+        (json.dumps(BASE | {"layer_types": 5}), "layer_types must be a list"),
+        (json.dumps(BASE | {"attn_layer_indices": 5}), "attn_layer_indices must be a list"),
+        (json.dumps(BASE | {"hidden_size": 4}), "leaves no head"),
     ],
 )
 def test_configs_that_cannot_be_counted(tmp_path: Path, text: str, words: str) -> None:
