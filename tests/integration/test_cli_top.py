@@ -106,6 +106,12 @@ def terminals() -> Iterator[list[Terminal]]:
         terminal.close()
 
 
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
+    with ServiceProcess(tmp_path_factory.mktemp("s"), "--metrics", "127.0.0.1:0") as running:
+        yield running
+
+
 def store(address: str, first: int = 0) -> None:
     cache = hicache.connect(address, NAMESPACE, required=True)
     for _ in range(2):
@@ -152,63 +158,60 @@ def test_a_session(tmp_path: Path, terminals: list[Terminal]) -> None:
     assert "Traceback" not in top.output
 
 
-def test_a_service_that_hangs_stops_no_key(tmp_path: Path, terminals: list[Terminal]) -> None:
+def test_a_service_that_hangs_stops_no_key(service: ServiceProcess, terminals: list[Terminal]) -> None:
     """The service is stopped in the middle of an answer: the screen still lives, and q ends it at once."""
-    with ServiceProcess(tmp_path) as service:
-        terminals.append(top := Terminal("top", service.address, "--interval", "0.05", "--timeout", "30"))
-        top.until(lambda text: "0 pools" in text)
-        service.process.send_signal(signal.SIGSTOP)
-        try:
-            top.press("n")
-            top.press(" ")
-            top.until(lambda text: "[paused]" in text)
-            top.press("q")
-            assert top.end() == 0
-        finally:
-            service.process.send_signal(signal.SIGCONT)
+    terminals.append(top := Terminal("top", service.address, "--interval", "0.05", "--timeout", "30"))
+    top.until(lambda text: "verbs" in text)
+    service.process.send_signal(signal.SIGSTOP)
+    try:
+        top.press("n")
+        top.press(" ")
+        top.until(lambda text: "[paused]" in text)
+        top.press("q")
+        assert top.end() == 0
+    finally:
+        service.process.send_signal(signal.SIGCONT)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signals_end_it(number: signal.Signals, tmp_path: Path, terminals: list[Terminal]) -> None:
+def test_signals_end_it(number: signal.Signals, service: ServiceProcess, terminals: list[Terminal]) -> None:
     """Ctrl-C and SIGTERM are how one ends it: the terminal is as it was."""
-    with ServiceProcess(tmp_path) as service:
-        terminals.append(top := Terminal("top", service.address))
-        before = termios.tcgetattr(top.own)
-        top.until(lambda text: "0 pools" in text)
-        assert termios.tcgetattr(top.own) != before
-        top.process.send_signal(number)
-        assert top.end() == 0
-        assert termios.tcgetattr(top.own) == before
-        assert top.output.count("\x1b[?1049l") == 1
+    terminals.append(top := Terminal("top", service.address))
+    before = termios.tcgetattr(top.own)
+    top.until(lambda text: "tokens" in text)
+    assert termios.tcgetattr(top.own) != before
+    top.process.send_signal(number)
+    assert top.end() == 0
+    assert termios.tcgetattr(top.own) == before
+    assert top.output.count("\x1b[?1049l") == 1
 
 
-def test_without_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_terminal(service: ServiceProcess, capsys: pytest.CaptureFixture[str]) -> None:
     """Tables or JSON, once or so many times; the figures are those of `hicache stats`, and of Prometheus."""
-    with ServiceProcess(tmp_path, "--metrics", "127.0.0.1:0") as service:
-        store(service.address)
-        assert main(["top", service.address, "--once"]) == 0
-        shown = capsys.readouterr().out
-        assert "what other sizes would hit, of pages asked" in shown
-        assert main(["top", service.address, "--once", "--json"]) == 0
-        document = json.loads(capsys.readouterr().out)
-        assert main(["stats", service.address, "--json"]) == 0
-        (pool,) = json.loads(capsys.readouterr().out)["pools"]
-        tokens = pool["statistics"]["tokens"]
-        assert document["tokens"] == {name: tokens[name] for name in ("asked", "device", "host", "storage", "missed")}
-        assert document["interval_seconds"] is None
-        assert document["pools"][0]["what_if"] == pool["what_if"]
-        with urllib.request.urlopen(f"http://{service.ready['metrics']}/metrics") as page:
-            figures = dict(line.rsplit(" ", 1) for line in page.read().decode().splitlines() if line[:8] == "hicache_")
-        found = {name: float(value) for name, value in figures.items()}
-        assert total(found, "tokens_asked_total") == document["tokens"]["asked"] == 128
-        assert total(found, "tokens_hit_total", 'tier="host"') == document["tokens"]["host"] == 48
-        for point in pool["what_if"][0]["points"]:
-            size = f'size="{point["factor"]:g}"'
-            assert total(found, "what_if_missed_pages_total", size) == point["missed_pages"]
-        assert main(["top", service.address, "--json", "--count", "3", "--interval", "0.05"]) == 0
-        first, *others = map(json.loads, capsys.readouterr().out.splitlines())
-        assert (first["interval_seconds"], len(others)) == (None, 2)
-        assert all(each["interval_seconds"] > 0.04 for each in others)
+    store(service.address)
+    assert main(["top", service.address, "--once"]) == 0
+    shown = capsys.readouterr().out
+    assert "what other sizes would hit, of pages asked" in shown
+    assert main(["top", service.address, "--once", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert main(["stats", service.address, "--json"]) == 0
+    (pool,) = json.loads(capsys.readouterr().out)["pools"]
+    tokens = pool["statistics"]["tokens"]
+    assert document["tokens"] == {name: tokens[name] for name in ("asked", "device", "host", "storage", "missed")}
+    assert document["interval_seconds"] is None
+    assert document["pools"][0]["what_if"] == pool["what_if"]
+    with urllib.request.urlopen(f"http://{service.ready['metrics']}/metrics") as page:
+        figures = dict(line.rsplit(" ", 1) for line in page.read().decode().splitlines() if line[:8] == "hicache_")
+    found = {name: float(value) for name, value in figures.items()}
+    assert total(found, "tokens_asked_total") == document["tokens"]["asked"] == 128
+    assert total(found, "tokens_hit_total", 'tier="host"') == document["tokens"]["host"] == 48
+    for point in pool["what_if"][0]["points"]:
+        size = f'size="{point["factor"]:g}"'
+        assert total(found, "what_if_missed_pages_total", size) == point["missed_pages"]
+    assert main(["top", service.address, "--json", "--count", "3", "--interval", "0.05"]) == 0
+    first, *others = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (first["interval_seconds"], len(others)) == (None, 2)
+    assert all(each["interval_seconds"] > 0.04 for each in others)
 
 
 @pytest.mark.parametrize("arguments", [["--once"], ["--json"], ["--plain"]])

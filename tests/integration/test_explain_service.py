@@ -324,6 +324,7 @@ def test_device_is_what_engines_report() -> None:
     run(test)
 
 
+@pytest.mark.case("STAT-1")
 def test_nothing_moves_is_pinned_or_counted() -> None:
     """Invariant 5: however often one explains, the service's own numbers and what is evicted next stay the same."""
 
