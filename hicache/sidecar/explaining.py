@@ -82,8 +82,9 @@ class _Explainer:
         usable = seen.match.pages
         if stored is not None and storage_seconds > 0 and usable < self._pages:
             usable, stored = await self._asked(seen, hashes, storage_seconds)
+        reached, left = self._worth(seen.match.host, usable)
         others = await self._others(usable)
-        causes = (*self._causes(seen, usable, others), *page_tail(len(self._tokens) // 4, size))
+        causes = (*left, *self._causes(seen, usable, others), *page_tail(len(self._tokens) // 4, size))
         self._notes += pool.cache.statistics().degraded
         return Explanation(
             model=pool.namespace.model,
@@ -94,8 +95,8 @@ class _Explainer:
             tokens=len(self._tokens) // 4,
             pages=self._pages,
             tiers={"device": device if pool.mirror.pages else None, "host": seen.match.host, "storage": stored},
-            usable_pages=usable,
-            usable_tokens=usable * size,
+            usable_pages=reached,
+            usable_tokens=reached * size,
             causes=causes,
             others=others,
             notes=tuple(dict.fromkeys(self._notes)),
@@ -155,6 +156,25 @@ class _Explainer:
             return await asyncio.wait_for(answer, seconds)
         except TimeoutError:
             return None
+
+    def _worth(self, host: int, usable: int) -> tuple[int, tuple[Cause, ...]]:
+        """Leading pages that would be brought up, and why pages that storage has are left there."""
+        parts, stored = self._pool.cache.parts, usable - host
+        threshold = parts.options.prefetch_threshold
+        if 0 < stored * self._page_size < threshold:
+            text = f"left in storage: so few tokens are below the prefetch threshold of {threshold:,}"
+            return host, (self._cause(host, usable, MissReason.LATE, text),)
+        with parts.reducer.lock:
+            planner = parts.loader.planner
+            decision = planner.plan(0, stored) if stored > 0 and planner.decides else None
+        if decision is None or decision.planned_storage >= stored:
+            return usable, ()
+        reached = host + decision.planned_storage
+        text = (
+            f"left in storage: loading is not worth its time, as the engine computes all {stored:,} pages of it in "
+            f"{decision.compute_seconds:.3g} s"
+        )
+        return reached, (self._cause(reached, usable, MissReason.OVER_BUDGET, text),)
 
     # ---- other namespaces
 

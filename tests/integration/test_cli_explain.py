@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from concurrent import futures
 from pathlib import Path
 
+import grpc
 import numpy as np
 import pytest
 
@@ -40,3 +42,19 @@ def test_misses_are_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         assert main(command) == 2
         message = capsys.readouterr().err
         assert (message.count("\n"), "no pool of model" in message) == (1, True)
+
+
+def test_a_service_that_is_older(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A service that does not know the call says so; the answer is what to do, not that nobody is there."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("[1, 2]\n")
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        command = ["explain", f"127.0.0.1:{port}", "--insecure", "--model", "m", "--prompts", str(prompts)]
+        assert main(command) == 2
+    finally:
+        server.stop(0).wait()
+    message = capsys.readouterr().err
+    assert (message.count("\n"), "does not know this call: upgrade it" in message) == (1, True)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 import hicache
 from hicache.analytics.explain.records import Cause, Explanation
+from hicache.config import Policies
 from hicache.errors import InvalidInput, NotFound, PermissionDenied
 from hicache.records import MissReason
 from hicache.rpc.service import Caller, RequestScope, Target
@@ -259,6 +260,32 @@ def test_what_storage_has_lost(tmp_path: Path) -> None:
             assert cold.reason is MissReason.COLD
             assert any("3 pages behind page 2" in note for note in found.notes)
 
+    run(test)
+
+
+def test_what_is_left_in_storage(tmp_path: Path) -> None:
+    """Pages of which too few are there to be fetched, and pages that the engine computes faster than they load."""
+    url = f"file://{tmp_path}/s?capacity=1GiB"
+
+    async def store() -> None:
+        async with running(storage=url) as (service, _):
+            await (await Client.attach(service)).store(prompt(4))
+
+    async def test() -> None:
+        async with running(storage=url, policies=Policies(prefetch_threshold=5 * PAGE)) as (service, _):
+            await Client.attach(service)
+            found = await explained(service, prompt(4))
+            assert (found.tiers["storage"], found.usable_pages) == (4, 0)
+            assert (only(found).reason, "threshold of 80" in only(found).text) == (MissReason.LATE, True)
+        async with running(storage=url) as (service, _):
+            client = await Client.attach(service)
+            assert await client.check(prompt(2)) == 2  # so that it is known how long loading takes
+            client.session.report_prefill(1, 10**9, 1.0)
+            found = await explained(service, prompt(4))
+            assert (found.tiers["storage"], found.usable_pages) == (4, 2)
+            assert (only(found).reason, "not worth" in only(found).text) == (MissReason.OVER_BUDGET, True)
+
+    run(store)
     run(test)
 
 

@@ -186,6 +186,8 @@ class AdminClient:
     def _error(self, error: Any) -> HicacheError:
         code, text = error.code(), error.details() or ""
         details = dict(error.trailing_metadata() or ()).get(DETAILS_KEY)
+        if code is grpc.StatusCode.UNIMPLEMENTED:
+            return ServiceUnavailable(f"the service at {self.address} does not know this call: upgrade it ({text})")
         found = from_status(code, text, details if isinstance(details, bytes) else None)
         if details is None and isinstance(found, ServiceUnavailable | HicacheInternalError):
             return ServiceUnavailable(f"no service answers at {self.address}: {_reason(text, code)}")
