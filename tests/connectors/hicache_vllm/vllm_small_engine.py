@@ -119,6 +119,11 @@ class SmallEngine:
             self.step()
         raise AssertionError(f"the engine does not come to rest: {self._waiting} {self._running} {self._kept}")
 
+    def stepped(self) -> bool:
+        """A step, for waits."""
+        self.step()
+        return True
+
     @property
     def free_blocks(self) -> int:
         return len(self._free)

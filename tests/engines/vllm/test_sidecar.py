@@ -68,11 +68,13 @@ def service(folder: Path, storage: str) -> Iterator[Service]:
 
 
 def connected(engine: Engine, wanted: bool) -> None:
-    """Wait until the engine says so; it counts with each step."""
+    """Wait until both sides of the engine are with the service, or without, and its metrics say so."""
     end = time.monotonic() + PATIENCE
-    while bool(engine.metrics().get("vllm:hicache_connected", 0.0)) is not wanted:
+    while engine.ask(do="connected") != [wanted, wanted]:
         assert time.monotonic() < end, f"the engine is not {'connected' if wanted else 'without a service'}"
-        engine.generate(prompt_of(9000, 5), tokens=1)
+        time.sleep(0.01)
+    engine.generate(prompt_of(9000, 5), tokens=1)
+    assert bool(engine.metrics()["vllm:hicache_connected"]) is wanted
 
 
 def test_service_that_comes_late_dies_and_comes_back(engines: Engines, service: Service, expected: Expected) -> None:

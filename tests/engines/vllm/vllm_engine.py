@@ -244,12 +244,22 @@ def _metrics(llm: Any) -> dict[str, float]:
     return found
 
 
-def _lose(llm: Any, pid: int) -> bool:
-    """Let the service die between the next match and its load, and both sides know it."""
+def _clients(llm: Any) -> list[Any]:
+    """Those of the scheduler and of the worker, in an engine of one process."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     connector = llm.llm_engine.engine_core.engine_core.scheduler.connector
-    clients = [side._cache for side in (connector, get_kv_transfer_group())]
+    return [side._cache for side in (connector, get_kv_transfer_group())]
+
+
+def _connected(llm: Any) -> list[bool]:
+    return [client.connected for client in _clients(llm)]
+
+
+def _lose(llm: Any, pid: int) -> bool:
+    """Let the service die between the next match and its load, and both sides know it."""
+    connector = llm.llm_engine.engine_core.engine_core.scheduler.connector
+    clients = _clients(llm)
     promise = connector.update_state_after_alloc
 
     def lose(request: Any, blocks: Any, tokens: int) -> None:
@@ -264,7 +274,7 @@ def _lose(llm: Any, pid: int) -> bool:
     return True
 
 
-_COMMANDS = {"generate": _generate, "reset": _reset, "metrics": _metrics, "lose": _lose}
+_COMMANDS = {"generate": _generate, "reset": _reset, "metrics": _metrics, "lose": _lose, "connected": _connected}
 
 if __name__ == "__main__":
     _main()
