@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[3]
-TINY = os.environ.get("HICACHE_TINY_MODEL", str(ROOT / ".engines/models/tiny"))
-SMOLLM2 = os.environ.get("HICACHE_SMOLLM2", str(ROOT / ".engines/models/smollm2"))
+MODELS = Path(os.environ.get("ENGINES_FOLDER", ROOT / ".engines")) / "models"
+TINY = os.environ.get("HICACHE_TINY_MODEL", str(MODELS / "tiny"))
+SMOLLM2 = os.environ.get("HICACHE_SMOLLM2", str(MODELS / "smollm2"))
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
