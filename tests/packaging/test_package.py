@@ -13,7 +13,13 @@ import pytest
 
 import hicache
 
-SHIPPED = ("hicache", "storage_backends/hicache_file", "connectors/hicache_sglang", "connectors/hicache_transformers")
+SHIPPED = (
+    "hicache",
+    "storage_backends/hicache_file",
+    "connectors/hicache_sglang",
+    "connectors/hicache_transformers",
+    "connectors/hicache_vllm",
+)
 HEAVY = {"torch", "cupy", "grpc", "redis", "rich"}
 LONGEST_MODULE = 500
 
@@ -33,7 +39,15 @@ def run_python(code: str, folder: Path) -> str:
 
 @pytest.mark.parametrize(
     "module",
-    ["hicache", "hicache_file", "hicache_sglang", "hicache_transformers", "hicache.cli", "hicache.cli.replay"],
+    [
+        "hicache",
+        "hicache_file",
+        "hicache_sglang",
+        "hicache_transformers",
+        "hicache_vllm",
+        "hicache.cli",
+        "hicache.cli.replay",
+    ],
 )
 def test_import_is_light(module: str, tmp_path: Path) -> None:
     loaded = run_python(f"import sys, {module}; print(*sys.modules)", tmp_path).split()
@@ -69,6 +83,7 @@ def test_backends_are_found_and_load() -> None:
 def test_connectors_are_found_and_load_without_an_engine() -> None:
     found = {entry.name: entry for entry in entry_points(group="hicache.connectors")}
     assert found["sglang"].load().__all__ == ["HiCacheStorageBackend"]
+    assert found["vllm"].load().__all__ == ["HiCacheConnector"]
     transformers = found["transformers"].load()
     assert dir(transformers) == sorted(transformers.__all__) == ["Prefix", "PrefixCache", "Statistics"]
     assert all(getattr(transformers, name) for name in transformers.__all__)
