@@ -57,10 +57,9 @@ class HostedDriver:
     ) -> None:
         self.steps = 0
         self.seen: dict[str, int] = {}
-        self._choices = choices
-        self._damage_object = damage
+        self._choices, self._damage_object = choices, damage
         self._host, self._options = host, options
-        self._truth = Truth(HOSTED_NAMESPACE)
+        self._truth = Truth(HOSTED_NAMESPACE, hides=self._one_in(4))
         self._derived = [HOSTED_NAMESPACE.derive(**fields) for fields in _SCOPES]
         self._prompts: list[tuple[int, list[int]]] = []
         self._depth = 0
@@ -253,8 +252,9 @@ class HostedDriver:
         for page in range(client.committed, upto):
             life.write(client, int(request.own[page - request.first]), life.content(client, page))
         first = self._choices.integer(0, client.committed) if self._one_in(3) else client.committed
-        request.commit(upto, tokens=client.symbols(first, upto), first=first)
-        self._note("committed")
+        tokens = None if self._truth.hides and self._one_in(3) else client.symbols(first, upto)
+        request.commit(upto, tokens=tokens, first=first)
+        self._note("committed" if tokens is not None else "committed by hash")
         client.committed = max(client.committed, upto)
 
     def _commit_wrongly(self) -> None:

@@ -30,20 +30,23 @@ class Truth:
 
     Args:
         namespace: the model as served, without extras.
+        hides: whether clients commit pages by their hashes alone, so that nobody need know their tokens.
 
     Attributes:
         width: bytes of a page's tokens.
         parts: a page's shards, and where they lie in it.
         anchor: the shard that is put last.
         page_bytes: bytes of a page.
+        hides: as given.
     """
 
-    def __init__(self, namespace: Namespace) -> None:
+    def __init__(self, namespace: Namespace, *, hides: bool = False) -> None:
         plan = plan_shards(namespace.geometry, namespace.page_size)
         self.width = TOKEN_SIZE * namespace.page_size
         self.parts: dict[Shard, ShardPart] = {part.shard: part for part in plan.parts}
         self.anchor = plan.anchor
         self.page_bytes = plan.page_bytes
+        self.hides = hides
         self._contents: dict[tuple[bytes, int, bytes], bytes] = {}
         self._hashes: dict[tuple[bytes, bytes], bytes] = {}
         self._pasts: dict[tuple[bytes, bytes], bytes] = {}

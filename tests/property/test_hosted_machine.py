@@ -137,10 +137,10 @@ def test_the_driver_reaches_everything() -> None:
         seen.update(drive_in_memory(SeededChoices(seed), STEPS).seen)
     assert set(seen) >= {
         "attached", "bypassed", "cancelled loading", "clear", "clear not confirmed", "closed abruptly",
-        "collision planted", "collision read", "commit refused", "committed", "detached", "dropped", "ended in order",
-        "fault in contains", "fault in generation", "fault in get_into", "fault in put", "loaded",
-        "loaded from storage", "meanwhile", "object damaged", "object lost", "out of slots", "prefetch", "read",
-        "request", "waits",
+        "collision planted", "collision read", "commit refused", "committed", "committed by hash", "detached",
+        "dropped", "ended in order", "fault in contains", "fault in generation", "fault in get_into", "fault in put",
+        "loaded", "loaded from storage", "meanwhile", "object damaged", "object lost", "out of slots", "prefetch",
+        "read", "request", "waits",
     }, seen  # fmt: skip
     assert min(seen["committed"], seen["loaded"], seen["objects found right"]) >= 100, seen
 
