@@ -116,6 +116,11 @@ class PoolTransferResult:
 
 
 @dataclass
+class PoolTransferResult0523(PoolTransferResult):
+    restorable_prefix_pages: list[int] | None = None
+
+
+@dataclass
 class StorageMetrics:
     """What the scheduler insists on."""
 
@@ -244,7 +249,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ModuleTyp
         storage.__dict__.update(
             HiCacheStorage=base,
             HiCacheStorageExtraInfo=ExtraInfo,
-            PoolTransferResult=PoolTransferResult,
+            PoolTransferResult=PoolTransferResult if release == "0.5.12" else PoolTransferResult0523,
             HiCacheStorageConfig=make_dataclass("HiCacheStorageConfig", list(CONFIG_FIELDS[release])),
         )
         utils = ModuleType("sglang.srt.mem_cache.utils")

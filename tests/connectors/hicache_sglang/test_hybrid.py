@@ -70,7 +70,7 @@ def test_only_what_all_pools_have_is_restorable(release: str, hybrid: Callable[.
     asked = [transfer("swa", KEYS[:2], policy="trailing_pages")]
     result = one.batch_exists_v2([*KEYS, "f" * 64], asked)
     assert (result.kv_hit_pages, result.extra_pool_hit_pages) == (4, {"kv": 4, "swa": 4})
-    assert getattr(result, "restorable_prefix_pages", [1, 4]) == [1, 4]
+    assert getattr(result, "restorable_prefix_pages", None) == (None if release == "0.5.12" else [1, 4])
     shorter = one.batch_exists_v2(KEYS[:3], asked)
     assert (shorter.kv_hit_pages, shorter.extra_pool_hit_pages) == (1, {"kv": 3, "swa": 1})
     whole = one.batch_exists_v2(KEYS, [transfer("swa", KEYS)])
