@@ -5,11 +5,11 @@ from __future__ import annotations
 import time as wall
 from collections import Counter
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
-from hicache.analytics.analysis.columns import Columns
+from hicache.analytics.analysis.columns import Columns, Ints
 from hicache.analytics.analysis.ideal import time_range
 from hicache.analytics.analysis.spread import spread
 from hicache.analytics.analysis.turns import sessions_of
@@ -131,56 +131,73 @@ class Simulation:
     # ---- adding up
 
     def _result(self, seen: int, seconds: float) -> SimulationResult:
-        columns, costs = self._columns, self._costs
-        device, host, storage = (int(part.sum()) for part in (self._device, self._host, self._storage))
-        hits = self._device + self._host + self._storage
-        covered = np.minimum(self._pages.covered(hits), columns.input_tokens)
-        asked, missed = int(self._asked.sum()), sum(self._missed.values())
-        tokens = int(columns.input_tokens[:seen].sum())
-        hit_tokens = int(covered.sum())
-        whole_tokens = int(np.minimum(self._pages.covered(self._asked), columns.input_tokens).sum())
-        asking = self._asked > 0
-        problems = self._problems()
-        if device + host + storage + missed != asked:
-            problems.append(f"{asked} pages asked, but {device + host + storage} came and {missed} were missed")
-        price = costs.gpu_hour_price
+        store = self._store
+        pages = self._told_of_pages()
+        tokens = self._told_of_tokens(seen)
         return SimulationResult(
             settings=self._settings,
             requests=seen,
             page_tokens=self._pages.step,
-            page_bytes=self._pages.step * costs.token_bytes,
-            pages_asked=asked,
-            pages_device=device,
-            pages_host=host,
-            pages_storage=storage,
-            pages_missed=missed,
-            tokens_asked=tokens,
-            tokens_hit=hit_tokens,
-            tokens_missed=whole_tokens - hit_tokens,
-            tokens_unaligned_tail=tokens - whole_tokens,
-            hit_rate_pages=rate(device + host + storage, asked),
-            hit_rate_pages_device=rate(device, asked),
-            hit_rate_pages_host=rate(host, asked),
-            hit_rate_pages_storage=rate(storage, asked),
-            hit_rate_tokens=rate(hit_tokens, tokens),
-            hit_rate_requests=float((hits[asking] / self._asked[asking]).mean()) if asking.any() else 0.0,
+            page_bytes=self._pages.step * self._costs.token_bytes,
+            **pages,
+            **tokens,
+            **self._told_of_times(seen, tokens["tokens_asked"], tokens["tokens_hit"]),
             misses_by_reason=self._reasons(),
             requests_refused=self._refused,
             shed_by_reason=dict(sum((instance.executor.shed for instance in self.instances), Counter[str]())),
-            traffic=self._traffic(missed),
-            pages_put=0 if self._store is None else self._store.written,
-            pages_put_never_read=0 if self._store is None else self._store.unread(),
-            first_token_seconds=spread(self._first_token[:seen]),
-            first_token_seconds_without=spread(columns.input_tokens[:seen] / costs.prefill_rate),
-            gpu_seconds=(tokens - hit_tokens) / costs.prefill_rate,
-            gpu_seconds_saved=hit_tokens / costs.prefill_rate,
-            money_saved=None if price is None else hit_tokens / costs.prefill_rate / 3600 * price,
+            traffic=self._traffic(pages["pages_missed"]),
+            pages_put=0 if store is None else store.written,
+            pages_put_never_read=0 if store is None else store.unread(),
             instances=tuple(self._instance(instance) for instance in self.instances),
-            interrupted=seen < columns.requests,
+            interrupted=seen < self._columns.requests,
             seconds=seconds,
             requests_per_second=rate(seen, seconds),
-            problems=tuple(problems),
+            problems=tuple(self._problems()),
         )
+
+    @property
+    def _hits(self) -> Ints:
+        hits: Ints = self._device + self._host + self._storage
+        return hits
+
+    def _told_of_pages(self) -> dict[str, Any]:
+        device, host, storage = (int(part.sum()) for part in (self._device, self._host, self._storage))
+        asked, asking = int(self._asked.sum()), self._asked > 0
+        rates = self._hits[asking] / self._asked[asking]
+        return {
+            "pages_asked": asked,
+            "pages_device": device,
+            "pages_host": host,
+            "pages_storage": storage,
+            "pages_missed": sum(self._missed.values()),
+            "hit_rate_pages": rate(device + host + storage, asked),
+            "hit_rate_pages_device": rate(device, asked),
+            "hit_rate_pages_host": rate(host, asked),
+            "hit_rate_pages_storage": rate(storage, asked),
+            "hit_rate_requests": float(rates.mean()) if len(rates) else 0.0,
+        }
+
+    def _told_of_tokens(self, seen: int) -> dict[str, Any]:
+        prompts = self._columns.input_tokens
+        asked = int(prompts[:seen].sum())
+        hit, whole = (int(np.minimum(self._pages.covered(pages), prompts).sum()) for pages in (self._hits, self._asked))
+        return {
+            "tokens_asked": asked,
+            "tokens_hit": hit,
+            "tokens_missed": whole - hit,
+            "tokens_unaligned_tail": asked - whole,
+            "hit_rate_tokens": rate(hit, asked),
+        }
+
+    def _told_of_times(self, seen: int, asked: int, hit: int) -> dict[str, Any]:
+        prefill, price = self._costs.prefill_rate, self._costs.gpu_hour_price
+        return {
+            "first_token_seconds": spread(self._first_token[:seen]),
+            "first_token_seconds_without": spread(self._columns.input_tokens[:seen] / prefill),
+            "gpu_seconds": (asked - hit) / prefill,
+            "gpu_seconds_saved": hit / prefill,
+            "money_saved": None if price is None else hit / prefill / 3600 * price,
+        }
 
     def _reasons(self) -> dict[str, int]:
         return {name: self._missed[name] for name in (*(reason.value for reason in MissReason), OTHER_INSTANCE)}
@@ -207,6 +224,9 @@ class Simulation:
 
     def _problems(self) -> list[str]:
         found = []
+        asked, hits, missed = int(self._asked.sum()), int(self._hits.sum()), sum(self._missed.values())
+        if hits + missed != asked:
+            found.append(f"{asked} pages asked, but {hits} came and {missed} were missed")
         for instance in self.instances:
             if instance.open:
                 found.append(f"instance {instance.number}: {instance.open} requests did not end")
