@@ -239,8 +239,8 @@ def size_of(folder: Path) -> str:
 
 
 def digest_of(part: Part, engines: Path) -> str:
-    """Of all that decides what a part is."""
-    found = hashlib.sha256(part.name.encode())
+    """Of all that decides what a part is, this file too."""
+    found = hashlib.sha256(part.name.encode() + Path(__file__).read_bytes())
     for name in part.made_of:
         found.update((SETUP / name).read_bytes())
     if part.placed:
