@@ -41,7 +41,7 @@ SMALL = 10_000
 HASHER = PageHasher("xxh3_128", page_size=P)
 SMALL_TRACE = Path(__file__).parent / "traces" / "conversation_1000.jsonl"
 GROWTH = 1.5
-LARGE = "HICACHE_BENCH_LARGE"
+LARGE = "BENCHMARKS_LARGE"
 """Set in the environment by `--large`."""
 
 

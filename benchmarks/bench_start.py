@@ -47,7 +47,7 @@ def interpreter() -> float:
 
 
 def rows() -> list[Row]:
-    objects = LARGE if os.environ.get("HICACHE_BENCH_LARGE") else OBJECTS
+    objects = LARGE if os.environ.get("BENCHMARKS_LARGE") else OBJECTS
     with tempfile.TemporaryDirectory(prefix="hc") as name:
         store = Path(name) / "store"
         fill(store, objects)

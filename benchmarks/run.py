@@ -41,7 +41,7 @@ def table(rows: list[Row]) -> str:
 def main(arguments: list[str]) -> int:
     names = [name for name in arguments if name != "--large"]
     if len(names) < len(arguments):
-        os.environ["HICACHE_BENCH_LARGE"] = "1"
+        os.environ["BENCHMARKS_LARGE"] = "1"
     unknown = [name for name in names if name not in MODULES]
     if unknown:
         print(f"no benchmark {', '.join(unknown)}: one of {', '.join(MODULES)}", file=sys.stderr)
