@@ -180,6 +180,25 @@ def test_pages_outlive_the_process_in_storage(model: Any, opened: Any) -> None:
 
 
 @pytest.mark.case("KEY-3")
+def test_tenants_salts_and_adapters_share_nothing_in_storage_either(model: Any, opened: Any) -> None:
+    backend = MemoryBackend()
+    owners: list[dict[str, Any]] = [
+        {"tenant": "acme"},
+        {"salt": "x"},
+        {"adapter": hicache.Adapter("sql", digest=b"d" * 16)},
+    ]
+    first = opened(storage=backend)
+    first.generate(prompt(), **owners[0])
+    first.close()
+    second = opened(storage=backend, tenant="other")
+    for whose in ({}, *owners[1:]):
+        second.generate(prompt(), **whose)
+    assert second.statistics().reused_tokens == 0
+    second.generate(prompt(), **owners[0])
+    assert second.statistics().reused_tokens == 40
+    assert second.cache.statistics().pages.storage == 10
+
+
 def test_tenants_salts_and_adapters_do_not_share(model: Any, opened: Any) -> None:
     cache = opened()
     adapter = hicache.Adapter("sql", digest=b"d" * 16)

@@ -108,7 +108,7 @@ def adapters(model: Any) -> None:
     model.peft_config = {"default": object()}
 
 
-@pytest.mark.case("KEY-2")
+@pytest.mark.case("KEY-8")
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -225,7 +225,7 @@ def saved(model: Any, folder: Path, *, dtype: torch.dtype | None = None, junk: b
     return str(folder)
 
 
-@pytest.mark.case("KEY-2")
+@pytest.mark.case("KEY-8")
 def test_weights_changed_before_opening_have_names_of_their_own(tiny_model: Any, tmp_path: Path) -> None:
     model = tiny_model()
     folder = saved(model, tmp_path)

@@ -153,7 +153,7 @@ def test_padding_without_a_mask_and_on_the_right(llama: Any, opened: Any, prompt
     assert cache.statistics().bypassed == {"mask": 2}
 
 
-@pytest.mark.case("KEY-2")
+@pytest.mark.case("KEY-8")
 def test_weights_that_change_after_opening(make: Any, opened: Any, prompt: Any) -> None:
     model = make("Llama")
     cache = opened(model)

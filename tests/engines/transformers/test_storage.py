@@ -91,7 +91,6 @@ def test_a_folder_that_disappears(tiny: Any, opened: Any, storage: str, tmp_path
     assert not cache.statistics().failures
 
 
-@pytest.mark.case("FILE-8")
 def test_a_storage_that_stands_still_delays_by_the_deadline_at_most(tiny: Any, opened: Any, ids: Any) -> None:
     backend = MemoryBackend()
     filled = opened(tiny, storage=backend)
