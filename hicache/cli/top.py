@@ -190,7 +190,7 @@ def _watch(options: argparse.Namespace, interval: float, count: int | None) -> N
     reading, writing = os.pipe()
     asking = Asker(look, interval, lambda: _wake(writing))
     with _closing(reading, writing), asking as asker, _keys() as keys, painter(sys.stdout) as screen:
-        shown = _Shown(options, first, interval)
+        shown = Shown(options, first, interval)
         while not shown.over(count):
             size = screen.size()
             screen.paint(shown.lines(*size))
@@ -204,7 +204,7 @@ def _watch(options: argparse.Namespace, interval: float, count: int | None) -> N
                     shown.hear(asker.answers.get())
 
 
-class _Shown:
+class Shown:
     """What is on the screen, and why.
 
     Attributes:

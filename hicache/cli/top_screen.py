@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+import os
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -171,8 +171,11 @@ class _Plain:
         self._write("\x1b[?25h\x1b[?1049l")
 
     def size(self) -> tuple[int, int]:
-        columns, lines = shutil.get_terminal_size()
-        return columns, lines
+        try:
+            columns, lines = os.get_terminal_size(self._stream.fileno())
+        except (OSError, ValueError):  # a stream that is no file
+            return 80, 24
+        return columns or 80, lines or 24
 
     def paint(self, lines: Sequence[Line]) -> None:
         shown = []

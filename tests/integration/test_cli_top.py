@@ -13,6 +13,7 @@ import struct
 import subprocess
 import sys
 import termios
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ import numpy as np
 import pytest
 
 import hicache
-from hicache.cli import main
+from hicache.cli import main, top_screen
 from hicache.testing.sidecars import ServiceProcess, namespace_of
 
 pytestmark = pytest.mark.slow
@@ -156,6 +157,39 @@ def test_a_session(tmp_path: Path, terminals: list[Terminal]) -> None:
         assert top.end() == 0
     assert top.output.count("\x1b[?1049h") == top.output.count("\x1b[?1049l") == 1
     assert "Traceback" not in top.output
+
+
+@pytest.mark.parametrize("rich", [True, False])
+def test_with_and_without_rich(rich: bool, service: ServiceProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same figures, keys and end on a terminal, whoever paints it; in this process."""
+    monkeypatch.setattr(top_screen, "has_rich", lambda: rich)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    own, theirs = pty.openpty()
+    fcntl.ioctl(own, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 90, 0, 0))
+    seen: list[str] = []
+
+    def use() -> None:
+        """Press keys one after the other, each when what the one before has done is seen."""
+        for expected, key in (("every 0.05 s", "h"), ("a second", " "), ("[paused]", "q")):
+            while expected not in "".join(seen):
+                seen.append(os.read(own, 65_536).decode("utf-8", "replace"))
+            os.write(own, key.encode())
+        while "\x1b[?1049l" not in "".join(seen):
+            seen.append(os.read(own, 65_536).decode("utf-8", "replace"))
+
+    user = threading.Thread(target=use, daemon=True)
+    with open(theirs, encoding="utf-8", closefd=False) as stdin, open(theirs, "w", encoding="utf-8") as stdout:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        monkeypatch.setattr(sys, "stdout", stdout)
+        user.start()
+        assert main(["top", service.address, "--interval", "0.05"]) == 0
+        user.join(PATIENCE)
+    monkeypatch.undo()
+    os.close(own)
+    text = _CODES.sub("", "".join(seen))
+    assert not user.is_alive()
+    assert "tokens" in text
+    assert "q quit" in text
 
 
 def test_a_service_that_hangs_stops_no_key(service: ServiceProcess, terminals: list[Terminal]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import math
@@ -12,9 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hicache.cli import top as command
 from hicache.cli import top_screen
+from hicache.cli.main import build_parser
 from hicache.cli.output import Table
-from hicache.cli.top import Answer, Asker
+from hicache.cli.top import Answer, Asker, Shown
 from hicache.cli.top_screen import painter, screen_of
 from hicache.cli.top_view import SORTS, Look, View, duration, view_of
 from hicache.errors import ServiceUnavailable
@@ -231,3 +234,75 @@ def test_who_asks_goes_on_after_trouble() -> None:
     asker._thread.join(30)
     assert len(told) == ended
     assert all(math.isfinite(moment) for moment in told)
+
+
+# ---- the command
+
+
+def options(*arguments: str) -> argparse.Namespace:
+    return build_parser()[0].parse_args(["top", "unix:///x", *arguments])
+
+
+def text_of(shown: Shown) -> str:
+    return "\n".join("".join(piece.text for piece in line) for line in shown.lines(120, 60))
+
+
+def test_keys() -> None:
+    """Sorting, the next table, a pause in which nothing moves, and the end; other keys change nothing."""
+    shown = Shown(options(), look_of(pool_of("a", host=5), at=1.0), 2.0)
+    assert shown.changed
+    assert "every 2 s" in text_of(shown)
+    assert not shown.changed
+    shown.type(b"x\x1b[A")
+    assert not shown.changed
+    shown.type(b"h")
+    assert "pools, by hit rate" in text_of(shown)
+    shown.type(b"\t")
+    assert text_of(shown).index("tiers") < text_of(shown).index("tokens")
+    shown.type(b" ")
+    shown.hear(Answer(look_of(pool_of("a", host=1005), at=2.0)))
+    assert "[paused]" in text_of(shown)
+    assert "1,005" not in text_of(shown)
+    shown.type(b"p")
+    shown.hear(Answer(look_of(pool_of("a", host=2005), at=3.0)))
+    assert "2,005" in text_of(shown)
+    assert not shown.over(None)
+    assert shown.over(2)
+    shown.type(b"q")
+    assert shown.over(None)
+
+
+def test_the_terminal_went_away() -> None:
+    """Nothing can be read any more: that is the end too."""
+    shown = Shown(options(), look_of(), 2.0)
+    shown.type(b"")
+    assert shown.over(None)
+
+
+def test_trouble_is_shown_until_it_is_over() -> None:
+    """What was seen last stays, with why there is nothing newer."""
+    shown = Shown(options(), look_of(pool_of("a", host=5)), 2.0)
+    shown.hear(Answer(None, "gone"))
+    shown.hear(Answer(None, "still gone"))
+    assert "trying again: still gone" in text_of(shown)
+    assert "tokens" in text_of(shown)
+    shown.hear(Answer(look_of(pool_of("a", host=6), at=1.0)))
+    assert "no answer" not in text_of(shown)
+
+
+def test_printing_goes_on_after_trouble(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A service that is gone for a while is told in a line; what is printed goes on when it is back."""
+    answers: list[Any] = [look_of(), ServiceUnavailable("gone"), look_of(pool_of("a", host=7), at=9.0)]
+
+    def look() -> Look:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        found: Look = answer
+        return found
+
+    monkeypatch.setattr(command, "looker", lambda _: look)
+    assert command.run(options("--plain", "--count", "2", "--interval", "0.05")) == 0
+    captured = capsys.readouterr()
+    assert captured.err == "hicache: gone; trying again\n"
+    assert captured.out.count("unix:///x  up") == 2
