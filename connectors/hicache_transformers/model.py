@@ -19,6 +19,7 @@ __all__ = ["ModelShape", "ModelWatch", "describe_model", "layers_of", "new_state
 _FIXED_ROPE: Final = frozenset({"default", "linear", "llama3", "yarn"})
 _PLAIN_LAYER: Final = "DynamicLayer"
 _NEAR: Final = 0.05
+_WATCHED: Final = 16  # elements of each parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,14 +114,17 @@ def layers_of(state: Any) -> list[tuple[Any, Any]]:
 class ModelWatch:
     """Notices that a model is no longer what it was when the cache was opened. Thread-safe.
 
-    Whatever writes to weights (an optimiser, merging an adapter, loading a state, another dtype or device) leaves
-    another tensor or a higher version of the same one.
+    Whatever writes to weights (an optimiser, loading a state, another dtype or device) leaves another tensor or a
+    higher version of the same one. Writing to a tensor's `data`, as merging an adapter does, leaves neither: so some
+    elements of each are compared as well.
     """
 
     def __init__(self, model: Any) -> None:
         self._model = model
         self._attention = attention_of(model)
         self._weights = self._marks()
+        self._samples = _sample_views(model)
+        self._content = self._read()
 
     def check(self, adapter: Adapter | None) -> None:
         """See that the model may use the cache now.
@@ -144,13 +148,37 @@ class ModelWatch:
             )
         if attention_of(model) != self._attention:
             raise Bypass("attention", "the attention implementation was changed: make a new PrefixCache")
-        if self._marks() != self._weights:
+        if self._marks() != self._weights or self._read() != self._content:
             raise Bypass("weights", "the model's weights were changed or moved: make a new PrefixCache, with revision=")
         if any(torch.is_autocast_enabled(kind) for kind in {"cpu", model.device.type}):
             raise Bypass("autocast", "autocast changes what keys and values are: load the model in that dtype instead")
 
     def _marks(self) -> list[tuple[int, int]]:
         return [(tensor.data_ptr(), _version(tensor)) for tensor in self._model.parameters()]
+
+    def _read(self) -> list[bytes]:
+        return [_content(views) for views in self._samples]
+
+
+def _content(views: list[torch.Tensor]) -> bytes:
+    with torch.no_grad():
+        found: bytes = torch.cat(views).cpu().view(torch.uint8).numpy().tobytes()
+    return found
+
+
+def _sample_views(model: Any) -> list[list[torch.Tensor]]:
+    """A few elements from the middle of each parameter, as views of it; by device and dtype, to be read in one go."""
+    found: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in model.parameters():
+        weight = tensor.detach()
+        if not weight.numel():
+            continue
+        flat = weight.view(-1) if weight.is_contiguous() else weight
+        while flat.ndim > 1:  # of one that does not lie in one run, a row: anything else were a copy
+            flat = flat[flat.shape[0] // 2]
+        middle = max(0, flat.numel() - _WATCHED) // 2
+        found.setdefault((weight.device, weight.dtype), []).append(flat[middle : middle + _WATCHED])
+    return list(found.values())
 
 
 def _version(tensor: torch.Tensor) -> int:

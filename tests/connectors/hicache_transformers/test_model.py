@@ -96,6 +96,14 @@ def changed_weights(model: Any) -> None:
         model.table.weight.add_(1)
 
 
+def written_data(model: Any) -> None:
+    model.projections[0][1].weight.data += 1  # as merging an adapter does: no new version
+
+
+def written_behind_a_transposed_view(model: Any) -> None:
+    model.table.weight.data *= 2
+
+
 def exchanged_weights(model: Any) -> None:
     model.table.weight = torch.nn.Parameter(model.table.weight + 1)
 
@@ -114,6 +122,8 @@ def adapters(model: Any) -> None:
     [
         (changed_weights, "weights"),
         (exchanged_weights, "weights"),
+        (written_data, "weights"),
+        (written_behind_a_transposed_view, "weights"),
         (attention, "attention"),
         (adapters, "adapter"),
         (torch.nn.Module.train, "training"),
@@ -121,6 +131,7 @@ def adapters(model: Any) -> None:
     ],
 )
 def test_a_model_that_changed_generates_without_the_cache(model: Any, opened: Any, change: Any, reason: str) -> None:
+    model.table.weight = torch.nn.Parameter(model.table.weight.detach().T.contiguous().T)  # not in one run
     cache = opened()
     cache.generate(PROMPT)
     change(model)
