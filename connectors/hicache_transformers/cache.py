@@ -131,20 +131,21 @@ class PrefixCache:
         Raises:
             Whatever `model.generate` raises.
         """
-        model = self._model
-        if inputs is None and arguments.get("input_ids") is not None:
-            inputs = arguments.pop("input_ids")
-        prefix = self._begin(inputs, generation_config, arguments, Separation(adapter, tenant or self._tenant, salt))
+        generate = self._model.generate
+        # As the caller wrote it: wrappers around models differ in what they take by place.
+        placed = (
+            (inputs, generation_config) if generation_config is not None else (inputs,) if inputs is not None else ()
+        )
+        ids = arguments.get("input_ids") if inputs is None else inputs
+        prefix = self._begin(ids, generation_config, arguments, Separation(adapter, tenant or self._tenant, salt))
         if prefix is None:
-            return model.generate(inputs, generation_config, **arguments)
+            return generate(*placed, **arguments)
         try:
-            result = model.generate(inputs, generation_config, past_key_values=prefix.past_key_values, **arguments)
+            result = generate(*placed, past_key_values=prefix.past_key_values, **arguments)
         except BaseException:
             prefix.close(aborted=True)
             raise
-        # One sequence alone has no padding behind it, and ends with what may look like it.
-        pad = padding_behind(model, generation_config, arguments) if len(result_rows(result)) > 1 else None
-        prefix.commit(result_rows(result), pad_token=pad)
+        self._finish(prefix, result, generation_config, arguments)
         return result
 
     def prefix(
@@ -228,6 +229,17 @@ class PrefixCache:
             self._counters.failed("looking up", error)
         return None
 
+    def _finish(self, prefix: Prefix, result: Any, config: Any, arguments: dict[str, Any]) -> None:
+        """Store what a call has computed. Raises nothing for the cache's sake."""
+        try:
+            sequences = getattr(result, "sequences", result)
+            # One sequence alone has no padding behind it, and may end with what looks like it.
+            pad = padding_behind(self._model, config, arguments) if len(sequences) > 1 else None
+            prefix.commit(sequences, pad_token=pad)
+        except Exception as error:
+            self._counters.failed("storing pages", error)
+            prefix.close()
+
     def _open(
         self, storage: Any, host: Any, device: Any, address: str | None, options: dict[str, Any]
     ) -> EmbeddedPages | ConnectedPages:
@@ -249,8 +261,3 @@ class PrefixCache:
                 f"the device tier holds {held} tokens, the model takes {most}: of longer prompts only the beginning is "
                 "reused; give device= more"
             )
-
-
-def result_rows(result: Any) -> Any:
-    """The sequences in what `generate` returned."""
-    return getattr(result, "sequences", result)

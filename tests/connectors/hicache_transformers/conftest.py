@@ -143,9 +143,10 @@ class TinyModel(torch.nn.Module):
     @torch.no_grad()
     def generate(
         self,
-        inputs: torch.Tensor,
+        inputs: torch.Tensor | None = None,
         generation_config: Any = None,
         *,
+        input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         past_key_values: Any = None,
         max_new_tokens: int = 8,
@@ -153,6 +154,8 @@ class TinyModel(torch.nn.Module):
         num_beams: int = 1,
         **ignored: Any,
     ) -> torch.Tensor:
+        inputs = input_ids if inputs is None else inputs
+        assert inputs is not None, "no prompt"
         mask = torch.ones_like(inputs) if attention_mask is None else attention_mask
         state = DynamicCache(config=self.config) if past_key_values is None else past_key_values
         ids, mask = (tensor.repeat_interleave(num_return_sequences, 0) for tensor in (inputs, mask))

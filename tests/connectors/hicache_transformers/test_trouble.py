@@ -83,7 +83,7 @@ def test_padding_that_no_mask_tells_of(model: Any, opened: Any) -> None:
 
 def test_no_prompt_at_all_is_the_models_business(model: Any, opened: Any) -> None:
     cache = opened()
-    with pytest.raises(TypeError, match="must be Tensor"):
+    with pytest.raises(AssertionError, match="no prompt"):
         cache.generate()
     assert cache.statistics().bypassed == {"input": 1}
 
@@ -154,6 +154,15 @@ def test_what_fails_inside_is_counted_and_said_once(
         "ending a request: StorageUnavailable": 1,
     }
     assert sum("looking up failed" in record.message for record in caplog.records) == 1
+
+
+def test_a_result_that_is_not_understood_is_given_back_and_not_stored(model: Any, opened: Any) -> None:
+    cache = opened()
+    generate = model.generate
+    model.generate = lambda *args, **kwargs: [generate(*args, **kwargs)] and 7
+    assert cache.generate(PROMPT) == 7
+    assert cache.statistics().failures == {"storing pages: TypeError": 1}
+    assert cache.cache.statistics().open_requests == 0
 
 
 def test_a_lookup_that_fails_midway_holds_nothing(model: Any, opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
