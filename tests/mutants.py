@@ -161,8 +161,14 @@ MUTANTS = (
     core(
         "two puts of one page at once",
         "writeback.py",
-        "if stored[host[page]] or identity.hash in tree.putting:",
-        "if stored[host[page]]:",
+        "if not stored[host[page]] and identity.hash not in tree.putting",
+        "if not stored[host[page]]",
+    ),
+    core(
+        "more is planned than storage can take",
+        "writeback.py",
+        "return sys.maxsize if most is None else most - self._log.writing",
+        "return sys.maxsize",
     ),
     core(
         "an unpin wakes nobody",

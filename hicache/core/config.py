@@ -49,6 +49,9 @@ class CoreConfig:
         eviction: name of a policy in `hicache.core.eviction.POLICIES`.
         device_to_host, host_to_storage: write policies of the two edges.
         fetch_pages: a STORAGE to HOST transfer has at most so many pages, so that a deadline keeps what came.
+        write_pages: pages that may be on their way from HOST to STORAGE at once, but for what `drain` writes; those
+            beyond are written when they are used again. None: no bound. It is what storage's queue can take: planning
+            what is turned away takes as long as planning what is written.
         reserve: share of a tier's pages that `on_eviction` keeps free or clean.
         stub_pages: pages known only to be in storage that the trees remember; each costs its tokens.
         ghost_pages: hashes of pages gone that are remembered for miss reasons.
@@ -64,6 +67,7 @@ class CoreConfig:
     device_to_host: EdgePolicy = field(default_factory=EdgePolicy)
     host_to_storage: EdgePolicy = field(default_factory=EdgePolicy)
     fetch_pages: int = 32
+    write_pages: int | None = None
     reserve: float = 1 / 16
     stub_pages: int = 262_144
     ghost_pages: int = 65_536
@@ -83,6 +87,8 @@ class CoreConfig:
         for name in ("fetch_pages", "span_bytes"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} is not 1 or more")
+        if self.write_pages is not None and self.write_pages < 1:
+            raise ConfigError(f"write_pages={self.write_pages} is not 1 or more; None is no bound")
         for name in ("stub_pages", "ghost_pages"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}={getattr(self, name)} is negative")

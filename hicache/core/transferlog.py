@@ -100,6 +100,15 @@ class TransferLog:
             if transfer is not None:
                 self.join(lease, transfer)
 
+    @property
+    def writing(self) -> int:
+        """Pages on their way to the STORAGE that is attached. O(transfers)."""
+        return sum(
+            transfer.count
+            for transfer in self.open.values()
+            if transfer.kind is TransferKind.PUT and not transfer.completed and not transfer.orphaned
+        )
+
     # ---- completion
 
     def complete(self, number: int, results: Sequence[PageResult]) -> list[Node]:

@@ -7,8 +7,9 @@ otherwise a HOST smaller than DEVICE would never come to rest.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
-from itertools import repeat
+from itertools import islice, repeat
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -99,8 +100,13 @@ class Writer:
 
     # ---- HOST to STORAGE
 
-    def put(self, path: Path) -> int:
-        """Put what HOST has along the path and STORAGE is not believed to have. Returns the pages begun."""
+    def put(self, path: Path, *, bounded: bool = True) -> int:
+        """Put what HOST has along the path and STORAGE is not believed to have. Returns the pages begun.
+
+        Args:
+            path: from the root on.
+            bounded: begin no more than `write_pages` leaves room for.
+        """
         if not path or not self._registry.stores:
             return 0
         tree = path[0][0].tree
@@ -108,18 +114,25 @@ class Writer:
         believed = tree.believed_pages(path)
         if resident <= believed:
             return 0
+        room = self._room_to_write() if bounded else resident
+        if room <= 0:
+            return 0
         host, _ = tree.held(path, HOST)
         stored = self._registry.tables[HOST].stored
-        batch: list[tuple[int, PageIdentity]] = []
+        missing = (
+            (page, identity)
+            for page, identity in self._identities(tree, path, believed, resident)
+            if not stored[host[page]] and identity.hash not in tree.putting
+        )
         begun = 0
-        for page, identity in self._identities(tree, path, believed, resident):
-            if stored[host[page]] or identity.hash in tree.putting:
-                continue
-            batch.append((page, identity))
-            if len(batch) == self._registry.config.fetch_pages:
-                begun += self._begin_put(tree, host, batch)
-                batch = []
-        return begun + (self._begin_put(tree, host, batch) if batch else 0)
+        wanted = islice(missing, room)
+        while batch := list(islice(wanted, self._registry.config.fetch_pages)):
+            begun += self._begin_put(tree, host, batch)
+        return begun
+
+    def _room_to_write(self) -> int:
+        most = self._registry.config.write_pages
+        return sys.maxsize if most is None else most - self._log.writing
 
     def _begin_put(self, tree: HiRadixTree, host: Slots, batch: list[tuple[int, PageIdentity]]) -> int:
         pages = np.array([page for page, _ in batch], np.int64)
@@ -251,7 +264,7 @@ class Writer:
         begun = 0
         dirty = self._registry.stores and node.resident[HOST] > node.believed
         if dirty and _allowed(node, config.host_to_storage.hits):
-            begun += self.put(node.tree.path_to(node))
+            begun += self.put(node.tree.path_to(node), bounded=False)  # `limit` bounds it
         if node.resident[DEVICE] > len(node.slots[HOST]) and _allowed(node, config.device_to_host.hits):
             begun += self.back_up(node.tree.path_to(node))
         return begun

@@ -184,6 +184,10 @@ class Options:
         """Pages of one transfer from storage."""
         return max(1, min(32, self.fetch_bytes // max(page_bytes, 1)))
 
+    def write_pages(self, page_bytes: int) -> int:
+        """Pages that may be on their way to storage: what its queue takes, and a transfer more, so that it is full."""
+        return self.write_bound.bytes // max(page_bytes, 1) + self.fetch_pages(page_bytes)
+
 
 def write_policies(given: WritePolicy | Sequence[WritePolicy]) -> tuple[EdgePolicy, EdgePolicy]:
     """The policies of both edges, DEVICE to HOST first: one name or policy for both, or a pair.

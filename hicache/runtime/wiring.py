@@ -68,6 +68,7 @@ def _core_config(options: Options, pools: Pools, port: StoragePort | None) -> Co
         device_to_host=options.device_to_host,
         host_to_storage=options.host_to_storage,
         fetch_pages=options.fetch_pages(pools.page_bytes),
+        write_pages=options.write_pages(pools.page_bytes),
         reserve=options.reserve,
         stub_pages=options.stub_pages,
         ghost_pages=options.ghost_pages,

@@ -118,6 +118,7 @@ class Instance:
                 device_to_host=options.device_to_host,
                 host_to_storage=options.host_to_storage,
                 fetch_pages=INSTANT_FETCH if settings.instant else options.fetch_pages(page_bytes),
+                write_pages=None if settings.instant else options.write_pages(page_bytes),
                 reserve=options.reserve,
                 stub_pages=options.stub_pages,
                 ghost_pages=options.ghost_pages,

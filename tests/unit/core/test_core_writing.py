@@ -6,7 +6,7 @@ import pytest
 
 from hicache.core.config import EdgePolicy
 from hicache.core.transfers import TransferKind
-from hicache.errors import OutOfSlots
+from hicache.errors import ConfigError, OutOfSlots
 from hicache.records import Match, MissReason, PageResult
 from hicache.testing.core import Stage
 
@@ -309,3 +309,30 @@ def test_a_page_lost_everywhere_is_forgotten_by_a_touch():
     assert stage.commit("ABCD").counts.missed == {MissReason.EVICTED: 2}
     stage.settle()
     stage.at_rest()
+
+
+def test_no_more_is_planned_than_storage_can_take() -> None:
+    """What is beyond comes when its pages are used again; draining, which is paced by its caller, takes all."""
+    stage = Stage(device=16, host=16, storage=True, fetch_pages=2, write_pages=3)
+    stage.commit("ABCDEFGH")
+    (copies,) = stage.take(TransferKind.WRITE_BACK)
+    stage.end(copies)
+    first = stage.take(TransferKind.PUT)
+    assert [transfer.count for transfer in first] == [2, 1]
+    stage.commit("ABCDEFGHI")
+    stage.end(*stage.take(TransferKind.WRITE_BACK))
+    assert stage.take() == []  # as many as may be are on their way
+    stage.end(first[0])
+    stage.commit("ABCDEFGHI")
+    assert [(transfer.first, transfer.count) for transfer in stage.take(TransferKind.PUT)] == [(3, 2)]
+    stage.end(first[1], PageResult.FAILED)
+    stage.commit("ABCDEFGHI")
+    assert [(transfer.first, transfer.count) for transfer in stage.take(TransferKind.PUT)] == [(2, 1)]
+    assert stage.core.drain(100) == 4
+    assert sum(transfer.count for transfer in stage.take(TransferKind.PUT)) == 4
+    stage.core.check()
+
+
+def test_a_bound_on_writes_of_no_pages_is_refused() -> None:
+    with pytest.raises(ConfigError, match="write_pages=0 is not 1 or more; None is no bound"):
+        Stage(host=8, storage=True, write_pages=0)
