@@ -123,6 +123,9 @@ def test_latents_are_stored_once_for_all_ranks(engine: Make, pools: SimpleNamesp
         second.plugin.mem_pool_host.kv_buffer[16:].zero_()
         assert second.load(KEYS) == [True] * PAGES
         assert same(first, second)
+        backwards = torch.arange(PAGES * 4 - 1, -1, -1)  # no page of the pool lies so
+        assert first.plugin.batch_get_v1(KEYS, backwards) == [False] * PAGES
+        assert first.plugin.batch_set_v1(chain(2, PAGES), backwards) == [False] * PAGES
         assert first.plugin.clear() is True
         assert second.exists(KEYS) == 0
 
@@ -147,17 +150,23 @@ def test_a_service_that_stands_still_costs_each_call_its_time(
 
 
 def test_tenants_of_one_service_see_nothing_of_each_other(engine: Make, pools: SimpleNamespace, folder: Path) -> None:
-    """The same model and keys at two sockets of two tenants; one may only read, and stores nothing."""
-    other = f"unix://{folder}/other.sock"
-    rules = {f"{folder}/service.sock": "acme", f"{folder}/other.sock": {"tenant": "batch", "rights": ["read"]}}
-    options = ("--listen", other, "--set", f"tenants.sockets={json.dumps(rules)}", "--set", "host.pool_bytes=1MiB")
+    """The same model and keys at sockets of two tenants; one may only read there, another only write."""
+    others = [f"unix://{folder}/{name}.sock" for name in ("reads", "writes")]
+    rules: dict[str, Any] = {f"{folder}/service.sock": "acme"}
+    rules |= {
+        f"{folder}/{name}.sock": {"tenant": "batch", "rights": [name.removesuffix("s")]} for name in ("reads", "writes")
+    }
+    options = [part for other in others for part in ("--listen", other)]
+    options += ["--set", f"tenants.sockets={json.dumps(rules)}", "--set", "host.pool_bytes=1MiB"]
     with ServiceProcess(folder, *options, "--log-level", "error") as service:
-        first, stranger = engine(pools.mha(), service.address), engine(pools.mha(), other)
+        first, stranger, blind = (engine(pools.mha(), address) for address in (service.address, *others))
         assert first.store(KEYS) == [True] * PAGES
         assert stranger.exists(KEYS) == 0
         assert stranger.load(KEYS) == [False] * PAGES
         assert stranger.store(KEYS) == [False] * PAGES
         assert stranger.plugin.statistics().write_failures == {"PermissionDenied": PAGES}
+        assert (blind.exists(KEYS), blind.load(KEYS)) == (0, [False] * PAGES)
+        assert "has no right to read" in blind.plugin.statistics().disabled
         assert first.plugin.clear() is False
 
 
