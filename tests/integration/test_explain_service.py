@@ -115,6 +115,9 @@ def test_another_namespace_has_it() -> None:
                 ("adapter", f"lora={(b'd' * 16).hex()}", "none")
             ]
             await Client.attach(service, namespace=other, pool_bytes=4 << 20)
+            await client.store(prompt(4, 3), RequestScope(salt="s"))
+            (found,) = (await explained(service, prompt(4, 3), RequestScope(salt="s"), namespace=other)).others
+            assert [each.field for each in found.differs] == ["revision", "numerics"]  # the salt is the same
             (found,) = (await explained(service, prompt(4), namespace=other)).others
             assert [(each.field, each.asked, each.found) for each in found.differs] == [
                 ("revision", "2", "1"),

@@ -114,14 +114,12 @@ def test_a_prefix_that_all_share_cannot_mislead() -> None:
 
 def test_pages_that_miss_over_and_over_are_in_the_bound() -> None:
     """A loop that is too long for the cache misses the same pages again and again: the error says so."""
-    loop = [(number,) for number in range(3000)] * 6
-    found = told(loop, 1024, sample=64)
-    point = found.points[1]
-    assert point.hit_rate is not None
-    assert point.error_bound is not None
-    assert abs(point.hit_rate - 0.0) <= point.error_bound
-    assert found.points[3].hit_rate is not None
-    assert abs(found.points[3].hit_rate - 5 / 6) <= (found.points[3].error_bound or 0)
+    for offset in range(30):
+        loop = [(1000 * offset + number,) for number in range(400)] * 12
+        for point in told(loop, 64, sample=8).points[:3]:  # far from the size at which the loop fits
+            assert point.hit_rate is not None
+            assert point.error_bound is not None
+            assert point.hit_rate <= point.error_bound
 
 
 def test_memory_is_bounded_and_counts_never_fall() -> None:
