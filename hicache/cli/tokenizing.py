@@ -65,7 +65,7 @@ def _fast(path: str, *, special: bool) -> Encode:
     try:
         tokenizer = Tokenizer.from_file(path)
     except Exception as error:  # the package raises plain Exception
-        raise ConfigError(f"--tokenizer {path!r:.200} is no tokenizer.json: {error}") from None
+        raise ConfigError(f"--tokenizer {path!r:.200} is no tokenizer.json: {error!s:.200}") from None
     return lambda text: _ids(tokenizer.encode(text, add_special_tokens=special).ids)
 
 
@@ -76,7 +76,7 @@ def _slow(path: str, *, special: bool) -> Encode:
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # whatever a tokenizer's own code raises
-        raise ConfigError(f"--tokenizer {path!r:.200} has no tokenizer that loads: {error}") from None
+        raise ConfigError(f"--tokenizer {path!r:.200} has no tokenizer that loads: {error!s:.200}") from None
     return lambda text: _ids(tokenizer.encode(text, add_special_tokens=special))
 
 

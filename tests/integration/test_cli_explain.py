@@ -12,6 +12,11 @@ import pytest
 
 import hicache
 from hicache.cli import main
+from hicache.errors import InvalidInput
+from hicache.rpc.address import Address
+from hicache.rpc.client.admin import AdminClient
+from hicache.rpc.client.options import Secrets
+from hicache.rpc.service import Target
 from hicache.testing.sidecars import ServiceProcess, namespace_of
 
 NAMESPACE = namespace_of(8192, model="org/explained")
@@ -42,6 +47,16 @@ def test_misses_are_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         assert main(command) == 2
         message = capsys.readouterr().err
         assert (message.count("\n"), "no pool of model" in message) == (1, True)
+
+
+def test_a_prompt_that_is_no_prompt() -> None:
+    """More tokens than a message may have are refused before anything is sent."""
+    with (
+        AdminClient(Address.parse("127.0.0.1:1"), Secrets(insecure=True)) as admin,
+        pytest.raises(InvalidInput) as caught,
+    ):
+        admin.explain(Target(model="m"), np.zeros(4 * 2**20 + 1, np.uint32))
+    assert "4,194,305 tokens is longer than the 4,194,304" in str(caught.value)
 
 
 def test_a_service_that_is_older(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

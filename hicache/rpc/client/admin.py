@@ -10,7 +10,7 @@ from typing import Any, Final, Self, TypeVar
 import grpc
 import numpy as np
 
-from hicache.errors import HicacheError, HicacheInternalError, ServiceUnavailable
+from hicache.errors import HicacheError, HicacheInternalError, InvalidInput, ServiceUnavailable
 from hicache.rpc.address import Address
 from hicache.rpc.client.options import Secrets
 from hicache.rpc.convert.admin import (
@@ -33,6 +33,9 @@ T = TypeVar("T")
 
 _PROMPT_BYTES: Final = 2**20
 """Token bytes of one call of `warm`: far below any limit, and often enough a word on how far it is."""
+
+_LONGEST_PROMPT: Final = 4 * 2**20
+"""Tokens of one prompt: 16 MiB, what a message may have."""
 
 _PATIENCE: Final = 10.0
 
@@ -153,7 +156,15 @@ class AdminClient:
         return tuple(map(decode_finding, reply.findings))
 
     def explain(self, target: Target, tokens: np.ndarray, *, storage_seconds: float = 0.0) -> dict[str, Any]:
-        """Why a prompt misses: `{"explanations": [...]}`, one for each pool of the model."""
+        """Why a prompt misses: `{"explanations": [...]}`, one for each pool of the model.
+
+        Raises:
+            InvalidInput: more tokens than a call takes.
+        """
+        if len(tokens) > _LONGEST_PROMPT:
+            raise InvalidInput(
+                f"explain: a prompt of {len(tokens):,} tokens is longer than the {_LONGEST_PROMPT:,} that a call takes"
+            )
         request = pb.ExplainRequest(
             target=encode_target(target), tokens=_glued(tokens), storage_seconds=storage_seconds
         )
