@@ -15,6 +15,7 @@ from hicache.analytics.explain.manifests import Secrets, differences
 from hicache.analytics.explain.records import Cause, Explanation, Other, nearest_first
 from hicache.analytics.explain.words import page_tail, words_of
 from hicache.core.identity import DerivedNamespace, can_cache
+from hicache.core.partition import plan_shards
 from hicache.core.symbols import symbols
 from hicache.errors import NamespaceError
 from hicache.records import MissReason
@@ -35,6 +36,9 @@ _SCOPES: Final = 4096
 
 _AT_ONCE: Final = 32
 """Of these, how many are looked at before the loop gets its turn: about a millisecond."""
+
+_PAGES_AT_ONCE: Final = 256
+"""Pages of which storage is asked in one call."""
 
 _MOST_OTHERS: Final = 32
 """Other namespaces with more of the prompt after which no more are looked for."""
@@ -80,7 +84,7 @@ class _Explainer:
         device = pool.mirror.longest(self._derived.digest, hashes)
         stored: int | None = seen.stored if pool.cache.parts.core.registry.stores else None
         usable = seen.match.pages
-        if stored is not None and storage_seconds > 0 and usable < self._pages:
+        if stored is not None and storage_seconds > 0 and seen.match.host < self._pages:
             usable, stored = await self._asked(seen, hashes, storage_seconds)
         reached, left = self._worth(seen.match.host, usable)
         others = await self._others(usable)
@@ -125,12 +129,13 @@ class _Explainer:
         return max(first, stored), stored
 
     async def _probe(self, seen: Look, hashes: list[bytes], seconds: float) -> list[bool] | None:
-        """Of each page, whether storage has its first shard, which is put last; None: it does not say."""
+        """Of each page, whether storage has all of it; None: it does not say."""
         cache, namespace = self._pool.cache, self._pool.namespace
         storage, port = cache.parts.storage, cache.parts.port
         if storage is None or port is None:
             return None
-        anchor, digest = namespace.geometry.anchor(self._page_size), self._derived.digest
+        shards = [part.shard for part in plan_shards(namespace.geometry, self._page_size).parts]
+        digest = self._derived.digest
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[list[bool] | None] = loop.create_future()
 
@@ -145,7 +150,15 @@ class _Explainer:
         def ask() -> None:
             try:
                 generation = port.generation(digest) if seen.generation is None else seen.generation
-                tell(port.contains([ObjectKey(digest, generation, name, anchor) for name in hashes]))
+                there: list[bool] = []
+                for at in range(0, len(hashes), _PAGES_AT_ONCE):
+                    if answer.done():  # nobody waits any more
+                        return
+                    names = hashes[at : at + _PAGES_AT_ONCE]
+                    keys = [ObjectKey(digest, generation, name, shard) for name in names for shard in shards]
+                    found = port.contains(keys)
+                    there += [all(found[i : i + len(shards)]) for i in range(0, len(found), len(shards))]
+                tell(there)
             except Exception as error:  # says nothing about any page
                 _log.debug("storage could not be asked for %d pages: %r", len(hashes), error)
                 tell()

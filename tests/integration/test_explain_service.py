@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -262,6 +263,53 @@ def test_what_storage_has_lost(tmp_path: Path) -> None:
             assert "lost" in lost.text
             assert cold.reason is MissReason.COLD
             assert any("3 pages behind page 2" in note for note in found.notes)
+            assert (await explained(service, prompt(6))).usable_pages == 2  # also where all of it is believed
+
+    run(test)
+
+
+def test_what_storage_has_in_parts(tmp_path: Path) -> None:
+    """A page of which one object is gone is none, though the one that usually tells for it is there."""
+
+    async def test() -> None:
+        async with running(storage=f"file://{tmp_path}/s?capacity=1GiB", size=8 * PAGE_BYTES) as (service, _):
+            client = await Client.attach(service)
+            await client.store(prompt(4))
+            (pool,) = service.pools
+            await asyncio.to_thread(pool.cache.flush, 10.0)
+            await client.store(prompt(8, 1))
+            await asyncio.to_thread(pool.cache.flush, 10.0)
+            max(tmp_path.rglob(f"{hashes(prompt(4))[96:128].hex()}*")).unlink()
+            found = await explained(service, prompt(4))
+            assert (found.usable_pages, only(found).reason) == (3, MissReason.EVICTED)
+            assert await client.check(prompt(4)) == 3
+
+    run(test)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_told_is_what_happens(seed: int, tmp_path: Path) -> None:
+    """Before each of many requests: as many pages as are told are hits, and the others are missed for these reasons."""
+    storage = f"file://{tmp_path}/s" if seed % 2 else None
+
+    async def test() -> None:
+        random = np.random.default_rng(seed)
+        async with running(size=12 * PAGE_BYTES, storage=storage) as (service, _):
+            client = await Client.attach(service)
+            (pool,) = service.pools
+            for _ in range(40):
+                system, user = prompt(4, int(random.integers(4))), prompt(4, 100 + int(random.integers(9)))
+                tokens = np.concatenate([system, user[: PAGE * int(random.integers(1, 5))]])
+                if storage is not None:
+                    await asyncio.to_thread(pool.cache.flush, 10.0)
+                found = await explained(service, tokens)
+                before = Counter(pool.cache.statistics().pages.missed)
+                assert await client.store(tokens) == found.usable_pages
+                missed = Counter(pool.cache.statistics().pages.missed) - before
+                assert missed == {
+                    cause.reason: sum(c.end_page - c.first_page for c in found.causes if c.reason is cause.reason)
+                    for cause in found.causes
+                }
 
     run(test)
 
