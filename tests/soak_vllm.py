@@ -29,6 +29,9 @@ from test_processes import Server  # noqa: E402  found by the line above
 LONGEST = 900
 """Tokens of a session; the tiny model takes 1,024."""
 
+FEW_BLOCKS = ("--num-gpu-blocks-override", "80")
+"""Too few for all sessions at once, so that pages come back from the service and not from the engine's own blocks."""
+
 USERS = 4
 KILL_SECONDS = 60.0
 SCALE = 200
@@ -49,7 +52,7 @@ class Soak:
             folder = Path(name)
             address = f"unix://{folder}/service.sock"
             service = _serve(address, folder)
-            server = Server({"address": address, "deadline": 0.5}, folder / "server.log")
+            server = Server({"address": address, "deadline": 0.5}, folder / "server.log", *FEW_BLOCKS)
             try:
                 users = [threading.Thread(target=self._user, args=(server, user)) for user in range(USERS)]
                 for user in users:

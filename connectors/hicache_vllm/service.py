@@ -1,10 +1,12 @@
-"""A private service: started by the engine, restarted when it dies, ended with it. Its clients are as of any other."""
+"""A private service: started by the engine, restarted when it dies, ended with it. Its clients are as of any other.
+
+It ends with its standard input, so with the engine's process, whatever happens to that.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -57,13 +59,12 @@ class PrivateService:
     ) -> None:
         self._folder = Path(address.removeprefix("unix://")).parent
         _own(self._folder)
-        self._command = [*(command or launcher()), "serve", *_flags(address, settings)]
+        self._command = [*(command or launcher(self._folder)), "serve", *_flags(address, settings)]
         self._backoff = backoff or Backoff(first=0.1, most=5.0)
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self.starts = 0
-        # The service gets a signal when the thread that has started it ends: so one thread starts all, and lives.
         self._thread = threading.Thread(target=self._keep, name="hicache-vllm-service", daemon=True)
         self._thread.start()
 
@@ -83,6 +84,7 @@ class PrivateService:
                 timer.daemon = True
                 timer.start()
                 process.wait()
+                _end_input(process)
                 timer.cancel()
             if self._stop.is_set():
                 return
@@ -98,7 +100,7 @@ class PrivateService:
                 return None
             try:
                 self._process = subprocess.Popen(  # noqa: S603  our own module, with checked settings
-                    self._command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+                    self._command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
                 )
             except OSError as error:
                 _log.warning("hicache: the private service: %s", error)
@@ -106,25 +108,28 @@ class PrivateService:
             self.starts += 1
             return self._process
 
-    def close(self, timeout: float = DRAIN_SECONDS + 2.0) -> None:
-        """End it, in order if it does so in time, and remove its folder. Idempotent."""
+    def close(self) -> None:
+        """Let it end: it drains by itself, for at most DRAIN_SECONDS, and nobody waits for that. Idempotent."""
         with self._lock:
             self._stop.set()
             process = self._process
-        if process is not None and process.poll() is None:
-            process.terminate()
-            try:
-                process.wait(timeout)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        if process is not None:
+            _end_input(process)
+
+    def wait(self, timeout: float) -> bool:
+        """Whether it has ended, now or within so many seconds; for tests."""
         self._thread.join(timeout)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        return not self._thread.is_alive()
 
 
-def launcher() -> list[str]:
-    """Runs the `hicache` command in a process that ends with this one."""
-    return [sys.executable, "-m", "hicache_vllm.launch", str(os.getpid())]
+def launcher(folder: Path) -> list[str]:
+    """Runs the `hicache` command in a process that ends with its standard input."""
+    return [sys.executable, "-m", "hicache_vllm.launch", str(folder)]
+
+
+def _end_input(process: subprocess.Popen[bytes]) -> None:
+    if process.stdin is not None:
+        process.stdin.close()
 
 
 def _flags(address: str, settings: Settings) -> list[str]:

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -21,7 +22,7 @@ from hicache.events import Cleared, Removed, Stored
 from hicache.records import Tier
 from hicache.rpc.client.options import Backoff
 from hicache.rpc.service import EventBatch
-from hicache.testing.clients import until
+from hicache.testing.clients import PATIENCE, until
 from hicache_vllm.absent import AbsentWorker
 from hicache_vllm.adapters import Adapters
 from hicache_vllm.comparing import Comparison
@@ -128,7 +129,7 @@ class TestIdentity:
 
 
 class TestPrivateService:
-    SCRIPT = "import sys, time; open({!r}, 'a').write(' '.join(sys.argv[1:]) + chr(10)); time.sleep(60)"
+    SCRIPT = "import sys; open({!r}, 'a').write(' '.join(sys.argv[1:]) + chr(10)); sys.stdin.read()"
 
     @pytest.fixture
     def service(self, tmp_path: Path) -> Iterator[Callable[..., PrivateService]]:
@@ -166,19 +167,8 @@ class TestPrivateService:
         )
         assert one.starts == 3
         one.close()
-        assert one.pid is None
-        assert not (tmp_path / "private").exists()
         one.close()
-
-    def test_one_that_does_not_listen_to_sigterm_is_killed(
-        self, service: Callable[..., PrivateService], tmp_path: Path
-    ) -> None:
-        script = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + self.SCRIPT.format(
-            str(tmp_path / "log")
-        )
-        one = service(script)
-        until((tmp_path / "log").exists)
-        one.close(timeout=0.05)
+        assert one.wait(PATIENCE)
         assert one.pid is None
 
     def test_folder_of_somebody_else_is_refused(self, tmp_path: Path, service: Callable[..., PrivateService]) -> None:
@@ -191,12 +181,30 @@ class TestPrivateService:
         assert private_address("one") == private_address("one") != private_address("two")
         assert len(private_address("x" * 500).encode()) < 107
 
-    @pytest.mark.parametrize(("parent", "runs"), [(True, True), (False, False)])
-    def test_launcher_runs_the_command_only_under_its_parent(self, parent: bool, runs: bool) -> None:
-        pid = os.getpid() if parent else 1
-        command = [sys.executable, "-m", "hicache_vllm.launch", str(pid), "--version"]
-        found = subprocess.run(command, capture_output=True, text=True, check=True, env=_environment())
-        assert found.stdout.startswith("hicache ") is runs
+    def test_a_command_that_is_not_there_is_tried_again(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        settings = read_settings({"host": "1GiB"})
+        address = f"unix://{tmp_path}/private/hicache.sock"
+        one = PrivateService(address, settings, backoff=Backoff(first=0.001, most=0.01), command=["/nowhere/python"])
+        until(lambda: caplog.text.count("could not be started, and is started again") > 1)
+        one.close()
+        assert one.wait(PATIENCE)
+
+    def test_it_ends_in_order_with_its_input_and_takes_its_folder_along(self) -> None:
+        """As when the engine dies: the pipe's end is all that the service hears."""
+        with tempfile.TemporaryDirectory(prefix="hc") as name:
+            folder = Path(name) / "private"
+            folder.mkdir(mode=0o700)
+            command = [sys.executable, "-m", "hicache_vllm.launch", str(folder), "serve", "--host", "1MiB"]
+            command += ["--listen", f"unix://{folder}/hicache.sock", "--log-level", "error"]
+            process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=_environment()
+            )
+            assert process.stdout is not None
+            assert process.stdout.readline().startswith("serving on")
+            output, _ = process.communicate(timeout=PATIENCE)
+            assert output.startswith("ended")
+            assert process.returncode == 0
+            assert not folder.exists()
 
 
 def _has_lines(log: Path, lines: int) -> bool:
