@@ -30,6 +30,11 @@ class _MakeReader(Protocol):
 
 READERS: dict[str, _MakeReader] = {"mooncake": MooncakeReader, "kv-cache-tester": SessionReader}
 
+_FORMATS = (
+    "mooncake (one JSON object a line, with timestamp, input_length, output_length and hash_ids) and kv-cache-tester "
+    "(one JSON document a session, with block_size and requests)"
+)
+
 # Keys are looked for anywhere in the head, so that a broken first line does not hide the format from `skip_bad`.
 _SIGNS: dict[str, Callable[[bytes], bool]] = {
     "mooncake": lambda head: b'"timestamp"' in head and b'"input_length"' in head,
@@ -135,7 +140,7 @@ def _detect(path: Source, form: str) -> str:
     for name, matches in _SIGNS.items():
         if matches(head):
             return name
-    raise TraceError(f"{path}: this is no trace that is known here; known formats are {', '.join(READERS)}")
+    raise TraceError(f"{path}: this is no trace that is known here; known formats are {_FORMATS}")
 
 
 def _unreadable(error: OSError) -> TraceError:

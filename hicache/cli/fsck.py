@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -36,8 +37,12 @@ def run(options: argparse.Namespace) -> int:
     from hicache.cli.main import EXIT_FINE, EXIT_WRONG
     from hicache.storage.fsck import check_storage
     from hicache.storage.registry import open_storage
+    from hicache.storage.url import StorageUrl
 
     sample = parse_share(options.sample)
+    url = StorageUrl.parse(options.url)
+    if url.scheme == "file" and not os.path.isdir(url.path):  # opening would make one
+        raise ConfigError(f"there is no folder {url.path!r:.200}: nothing was checked; look at the path")
     backend = open_storage(options.url)
     try:
         with progress("fsck") as show:

@@ -136,13 +136,17 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, Command]]:
     loaded: dict[str, Command] = {}
     for name, module in _COMMANDS.items():
         loaded[name] = cast("Command", importlib.import_module(module))
-        loaded[name].add_arguments(commands.add_parser(name, help=loaded[name].HELP, description=loaded[name].HELP))
+        command = commands.add_parser(name, help=loaded[name].HELP, description=loaded[name].HELP)
+        command.set_defaults(parser=command)
+        loaded[name].add_arguments(command)
     return parser, loaded
 
 
 def _dispatch(arguments: Sequence[str] | None) -> int:
     parser, commands = build_parser()
-    options = parser.parse_args(arguments)
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     return commands[options.command].run(options)
 
 

@@ -91,7 +91,10 @@ def _bracketed(host: str) -> str:
 def _checked_path(path: str, text: str) -> str:
     if not path.startswith("/") or path.endswith("/") or "\0" in path:
         raise ConfigError(f"address {text!r:.200} has no absolute path of a socket: {_FORMS}")
-    size = len(path.encode("utf-8", "surrogateescape")) + len(LIFELINE_SUFFIX)
+    try:
+        size = len(path.encode()) + len(LIFELINE_SUFFIX)
+    except UnicodeEncodeError:  # a name that the file system takes, and gRPC does not
+        raise ConfigError(f"address {text!a:.200}: the path is not UTF-8: use another one") from None
     if size > LONGEST_PATH:
         raise ConfigError(
             f"address {text!r:.200}: a Unix socket's path has at most {LONGEST_PATH} bytes, and this one has {size} "

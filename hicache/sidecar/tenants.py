@@ -164,7 +164,9 @@ class Authenticator:
 
     def _by_token(self, peer: Peer, table: TokenTable) -> Caller:
         if not peer.token:
-            raise Unauthenticated("this service needs a token: connect(..., token_file=PATH), or HICACHE_TOKEN")
+            raise Unauthenticated(
+                "this service needs a token: --token-file PATH, connect(..., token_file=PATH), or HICACHE_TOKEN"
+            )
         token = table.find(peer.token)
         if token is None:
             raise Unauthenticated("the token is not known here: ask whoever runs the service for one")

@@ -30,7 +30,7 @@ def advice(result: SimulationResult) -> Iterator[str]:
     for pages, reason in found:
         share = rate(pages, asked)
         if share >= WORTH_SAYING:
-            yield f"{100 * share:.1f} % of the pages asked were missed as {reason}: {_remedy(reason, result.settings)}."
+            yield f"{100 * share:.1f} % of the pages asked were missed as {reason}: {_remedy(reason, result)}."
     if (shed := result.shed_by_reason.get(QUEUE_FULL, 0)) > result.pages_put:
         yield (
             f"{shed:,} pages were not put to storage, as it had not yet written those before: it takes less than what "
@@ -51,10 +51,13 @@ def advice(result: SimulationResult) -> Iterator[str]:
         )
 
 
-def _remedy(reason: str, settings: SimulationSettings) -> str:
+def _remedy(reason: str, result: SimulationResult) -> str:
+    settings = result.settings
     if reason == MissReason.COLD:
-        return "nobody had asked for them before, so no cache would have them"
+        return "as far as is remembered nobody had asked for them before, so no cache would have them"
     if reason == MissReason.EVICTED:
+        if settings.storage and result.shed_by_reason.get(QUEUE_FULL, 0) > result.pages_put:
+            return "they had made room for others before storage had written them"
         tier = "storage" if settings.storage else "host" if settings.host else "device"
         return f"they had made room for others: a larger --{tier} would keep them"
     if reason == OTHER_INSTANCE:

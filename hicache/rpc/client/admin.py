@@ -209,7 +209,8 @@ class AdminClient:
 
 def _reason(text: str, code: grpc.StatusCode) -> str:
     """The last part of gRPC's text: the system's own words."""
-    last = text.rpartition("last error: ")[2].removeprefix("UNKNOWN: ").removeprefix("UNAVAILABLE: ")
+    last = text.rpartition("last error: ")[2].rpartition(" error: ")[2]
+    last = last.removeprefix("UNKNOWN: ").removeprefix("UNAVAILABLE: ")
     return last or code.name.lower().replace("_", " ")
 
 
