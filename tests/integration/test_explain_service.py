@@ -287,7 +287,7 @@ def test_what_storage_has_in_parts(tmp_path: Path) -> None:
     run(test)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_what_is_told_is_what_happens(seed: int, tmp_path: Path) -> None:
     """Before each of many requests: as many pages as are told are hits, and the others are missed for these reasons."""
     storage = f"file://{tmp_path}/s" if seed % 2 else None
