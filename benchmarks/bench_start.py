@@ -61,8 +61,8 @@ def rows() -> list[Row]:
                 attached = time.perf_counter() - start
                 with AdminClient(Address.parse(service.address)) as admin:
                     storage = admin.statistics()["pools"][0]["statistics"]["storage"]
-            print(storage)
-    said = f"while the index of {objects:,} objects is rebuilt"
+    state = "while it is read" if not storage["ready"] else "which was read by then"
+    said = f"with an index of {objects:,} objects, {state}"
     return [
         row("service_ready", ready, "s", bar=READY_SECONDS, reference=bare, reason=said),
         row("service_attached", attached, "s", bar=READY_SECONDS, reason=f"{said}; the first client, with all of HOST"),

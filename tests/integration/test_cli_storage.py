@@ -55,6 +55,13 @@ def spoil(url: str, tmp_path: Path) -> None:
     call(("127.0.0.1", port), "SETRANGE", name, 5000, "spoilt")
 
 
+def test_fsck_makes_no_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A path that is mistyped holds no objects, and is not made to."""
+    _, told = run(capsys, "fsck", f"file://{tmp_path}/mistyped", code=2)
+    assert f"there is no folder '{tmp_path}/mistyped': nothing was checked" in told
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.case("FAIL-8")
 def test_fsck_finds_and_repairs(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     backend = open_storage(url)

@@ -94,7 +94,10 @@ def test_wrapped_traces_say_how_to_unwrap_them(tmp_path: Path, small_trace: Path
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["replay", "T", "--devic", "10"], "--devic 10: no such option"),
+        (
+            ["replay", "T", "--devic", "10"],
+            "--devic 10: no such option here, or too many arguments; see hicache replay --help",
+        ),
         (["replay"], "TRACE: is missing"),
         (["replay", "T", "--host"], "--host: needs a value"),
         (["replay", "T", "--json=1"], "--json '1': takes no value"),

@@ -40,6 +40,7 @@ def test_known_forms(text: str, address: Address, target: str, shown: str) -> No
         ("unix:relative.sock", "absolute path"),
         ("unix:///run/", "absolute path"),
         ("unix:///a\0b", "absolute path"),
+        ("unix:///run/\udcff/x.sock", "is not UTF-8: use another one"),
         ("/" + "x" * 98, "at most 107 bytes, and this one has 108"),
     ],
 )
