@@ -38,12 +38,14 @@ def test_pages_come_back(engines: Engines, load: str) -> None:
     assert engine.free_blocks == 63
 
 
-@pytest.mark.parametrize(("tokens", "usable"), [(8, 0), (9, 8), (16, 8), (17, 16), (7, 0), (1, 0)])
-def test_lengths_at_edges(engines: Engines, tokens: int, usable: int) -> None:
+def test_lengths_at_edges(engines: Engines) -> None:
+    """The last token is always computed, so an exact multiple gives one page less; below a page there is none."""
     engine = engines()
-    engine.generate(small(2, tokens), new=1)
-    engine.generate(small(2, tokens), new=1)
-    assert engine.external == usable
+    for tokens, usable in ((8, 0), (9, 8), (16, 8), (17, 16), (7, 0), (1, 0)):
+        before = engine.external
+        engine.generate(small(200 + tokens, tokens), new=1)
+        engine.generate(small(200 + tokens, tokens), new=1)
+        assert engine.external - before == usable, tokens
 
 
 def test_answers_are_stored_too(engines: Engines) -> None:

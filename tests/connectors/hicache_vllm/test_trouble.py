@@ -109,41 +109,42 @@ WORKER = ("fence", "begin_stores", "begin_loads", "wait_for_layer", "take_report
 
 @pytest.mark.case("FAIL-4")
 @pytest.mark.usefixtures("service")
-@pytest.mark.parametrize("name", SCHEDULER)
 def test_exceptions_of_the_scheduler_stay_inside(
-    engines: Engines, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    engines: Engines, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whatever fails in our part of the scheduler, the engine goes on, computes what it has to, and keeps no block."""
-    monkeypatch.setattr("hicache_vllm.guard._said", {})
-    engine = engines()
     tokens = small(40, 40)
-    engine.generate(tokens)
-    before = engine.free_blocks
-    monkeypatch.setattr(engine.scheduler._scheduler, name, _fails)
-    requests = [engine.add(tokens) for _ in range(2)]
-    for _ in range(300):
-        engine.step()
-    assert all(request.num_tokens == request.wanted for request in requests)
-    assert "deliberately" in caplog.text
-    if name not in ("plan", "reported"):
-        assert engine.free_blocks == before
+    for name in SCHEDULER:
+        monkeypatch.setattr("hicache_vllm.guard._said", {})
+        caplog.clear()
+        engine = engines()
+        engine.generate(tokens)
+        monkeypatch.setattr(engine.scheduler._scheduler, name, _fails)
+        requests = [engine.add(tokens) for _ in range(2)]
+        for _ in range(300):
+            engine.step()
+        assert all(request.num_tokens == request.wanted for request in requests), name
+        assert "deliberately" in caplog.text, name
+        if name not in ("plan", "reported"):
+            assert engine.free_blocks == 63, name
 
 
 @pytest.mark.usefixtures("service")
-@pytest.mark.parametrize("name", WORKER)
 def test_exceptions_of_a_worker_stay_inside(
-    engines: Engines, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    engines: Engines, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("hicache_vllm.guard._said", {})
-    engine = engines()
     tokens = small(41, 40)
-    engine.generate(tokens)
-    monkeypatch.setattr(engine.workers[0]._worker, name, _fails)
-    request = engine.add(tokens)
-    for _ in range(300):
-        engine.step()
-    assert request.num_tokens == request.wanted
-    assert "deliberately" in caplog.text
+    for name in WORKER:
+        monkeypatch.setattr("hicache_vllm.guard._said", {})
+        caplog.clear()
+        engine = engines()
+        engine.generate(tokens)
+        monkeypatch.setattr(engine.workers[0]._worker, name, _fails)
+        request = engine.add(tokens)
+        for _ in range(300):
+            engine.step()
+        assert request.num_tokens == request.wanted, name
+        assert "deliberately" in caplog.text, name
 
 
 @pytest.mark.case("FAIL-3")
