@@ -12,7 +12,7 @@ SOURCES := hicache storage_backends connectors proto tests benchmarks
 PYTEST := HYPOTHESIS_PROFILE=$${HYPOTHESIS_PROFILE:-ci} $(BIN)/python -m pytest -q
 COVERED := --cov --cov-report= --cov-fail-under=0
 
-.PHONY: help .venv demo test lint contract unit wheel bench redis-oldest engines cases mutants soak chaos clean
+.PHONY: help .venv demo test lint contract unit wheel bench redis-oldest engines cases mutants soak soak-engines chaos clean
 .DEFAULT_GOAL := help
 
 help:
@@ -25,6 +25,7 @@ help:
 	@echo "make cases    the field's failure cases and the tests that cover them"
 	@echo "make mutants  put known bugs into a copy and see the tests catch each"
 	@echo "make soak     long random runs with faults, for SOAK_SECONDS (600), and a service under 2 million verbs"
+	@echo "make soak-engines  vllm serve under many turns while its service is killed, for SOAK_SECONDS (1800)"
 	@echo "make chaos    long replays on Redis while everything goes wrong with it, some minutes and 4 GiB of memory"
 	@echo "make .venv    only the environment"
 	@echo "make contract  a release: freeze the protocol that later ones may not break"
@@ -101,6 +102,12 @@ cases: $(STAMP)
 soak: $(STAMP)
 	$(BIN)/python tests/soak.py
 	$(BIN)/python tests/soak_sidecar.py
+
+# `vllm serve` for SOAK_SECONDS (1,800) while the service is killed every minute.
+soak-engines:
+	$(PYTHON) tests/engines/prepare.py --into $(ENGINES)
+	$(ENGINES)/vllm/bin/python -m pip install --quiet --no-deps --force-reinstall .
+	$(ENGINES)/vllm/bin/python tests/soak_vllm.py
 
 chaos: $(STAMP)
 	$(BIN)/python tests/redis_chaos.py
