@@ -23,6 +23,9 @@ _EDGES: Final = {
     "bytes_device_to_host": "device to host",
     "bytes_host_to_device": "host to device",
 }
+_UNTOLD: Final = 0.5
+"""Error of a hit rate from which on it tells nothing."""
+
 _TIERS: Final = ("device", "host", "storage")
 
 
@@ -165,7 +168,7 @@ class _Facts:
                 rows.append((f"{ghost['tier']} {_name(pool)}", *cells, _ideal(pool["statistics"]["pages"])))
         if not rows:
             return None
-        return Table("what other sizes would hit, of pages asked", ("", *factors, "ideal"), rows)
+        return Table("what other sizes would hit, of pages asked (?: too few to tell)", ("", *factors, "ideal"), rows)
 
     def moved(self) -> Table:
         rows = []
@@ -350,6 +353,8 @@ def _ideal(pages: Document) -> str:
 def _estimate(rate: float | None, bound: float | None) -> str:
     if rate is None:
         return "-"
+    if bound is not None and bound >= _UNTOLD:
+        return "?"  # a figure would look like one
     return f"{100 * rate:.1f} %" + (f" ±{100 * bound:.1f}" if bound else "")
 
 

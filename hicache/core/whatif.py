@@ -34,6 +34,9 @@ SAMPLE: Final = 256
 DEVIATIONS: Final = 4.0
 """Standard deviations that an error bound has."""
 
+RARE: Final = 10.0
+"""Sampled misses to be expected where none is seen: e^-10 is about what four standard deviations leave."""
+
 _MARKS: Final = (FACTORS[0] / 2, *FACTORS)  # one more below, for the slope at the smallest
 _NOWHERE: Final = len(_MARKS)
 _BUCKETS: Final = 256
@@ -55,7 +58,8 @@ class WhatIfPoint:
         missed_pages: of the pages asked, those that it would have missed; an estimate that never falls.
         hit_rate: 1 - missed_pages / asked_pages: what this tier, or one above it, would have answered; None before
             anything was asked.
-        error_bound: by how much `hit_rate` may be wrong: four standard deviations of the sample's misses, and as much
+        error_bound: by how much `hit_rate` may be wrong: four standard deviations of the sample's misses, or `RARE` of
+            them where that is more, as while little was asked and none may be in the sample; and as much
             as the size being wrong by four of its own would change, on a straight line over the logarithm of the size
             from one point to the next. 0 where every page is in the sample; None before anything was asked.
     """
@@ -195,10 +199,12 @@ class SizeGhost:
         left = 1.0 - self._rate
         if not left:
             return 0.0
-        noise = sqrt(left * squares) / (self._rate * self.asked)
+        noise = DEVIATIONS * sqrt(left * squares)
+        unseen = RARE * left  # sampled misses that there may have been where hardly any was seen
+        share = max(noise, unseen) / (self._rate * self.asked)
         wide = DEVIATIONS * sqrt(left / (self._pages * _MARKS[at] * self._rate))
         steps = [abs(rates[i + 1] - rates[i]) for i in (at - 1, at) if i + 1 < len(rates)]
-        return min(1.0, DEVIATIONS * noise + max(steps) * min(1.0, log2(1.0 + wide)))
+        return min(1.0, share + max(steps) * min(1.0, log2(1.0 + wide)))
 
 
 class WhatIf:

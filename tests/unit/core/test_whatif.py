@@ -99,6 +99,13 @@ def test_sampled_it_is_within_its_bound(seed: int) -> None:
         assert abs(point.hit_rate - exact) < 0.08
 
 
+def test_a_sample_that_nobody_has_met_tells_nothing() -> None:
+    """A large tier's sample is thin: before it can have met anything, the error is as large as a rate can be wrong."""
+    found = told([(number,) for number in range(40)], 1_000_000, sample=256)
+    assert found.sample_rate < 0.001
+    assert {point.error_bound for point in found.points} == {1.0}
+
+
 def test_a_prefix_that_all_share_cannot_mislead() -> None:
     """One page in every request is in the sample or not, by luck: the hit rate is the same to the error told."""
     rates = []
