@@ -71,6 +71,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=f"{what} is not here"))
 
 
+def pytest_collection_finish() -> None:
+    """What is loaded by now stays: later collections of garbage need not walk through all of it again."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Settings of the developer's shell must not decide a test."""
