@@ -41,4 +41,6 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    if not 2 <= len(sys.argv) <= 3:
+        sys.exit("usage: python -m hicache_transformers.example MODEL [FOLDER]")
     main(sys.argv[1:])

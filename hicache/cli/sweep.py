@@ -51,6 +51,8 @@ def run(options: argparse.Namespace) -> int:
     with stop_on_interrupt() as stop, progress("sweep") as show:
         results = sweep(columns, points, jobs=jobs, kept=options.out, stopped=stop.is_set, progress=show)
     told = list(recommend(results))
+    if len(results) < len(points):
+        told = [f"Stopped after {len(results)} of {len(points)} points, so none is recommended."]
     if options.json:
         plain = [result.document(definitions=False) for result in results]
         print_json({"points": len(points), "results": plain, "recommendation": told, "definitions": DEFINITIONS})
