@@ -389,7 +389,7 @@ class SidecarService:
     async def warm(
         self, caller: Caller, target: Target, prompts: Sequence[bytes], *, deadline_seconds: float
     ) -> AsyncIterator[tuple[int, int, int]]:
-        """Bring prompts into HOST."""
+        """Bring prompts into HOST. That is no request of an engine's, so hit rates do not move."""
         if not caller.write:
             raise PermissionDenied(f"{caller.name or 'this caller'} has no right to write")
         self.check_accepting()
@@ -401,7 +401,7 @@ class SidecarService:
             if request is not None:
                 host += len(request.usable)
                 missed += request.pages - len(request.usable)
-                request.close(aborted=False)
+                request.discard()
             yield done, host, missed
 
     async def diagnose(self, caller: Caller) -> tuple[Finding, ...]:

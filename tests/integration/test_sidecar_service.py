@@ -403,6 +403,10 @@ def test_warm_brings_prompts_into_host(tmp_path: Path) -> None:
             ]
             assert steps == [(1, 6, 0), (2, 6, 2)]
             assert client.session.match(1, PLAIN, hashes(tokens)).host == 6
+            (pool,) = service.pools
+            statistics = pool.cache.statistics()
+            assert (statistics.requests, statistics.tokens.asked) == (0, 0)  # no engine has asked for anything
+            assert statistics.core.host.pinned == 0
 
     run(store)
     run(warm)
