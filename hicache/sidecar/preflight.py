@@ -9,6 +9,7 @@ import asyncio
 import json
 import os
 import secrets
+import shutil
 import socket
 from collections.abc import AsyncIterator, Iterator
 from itertools import groupby
@@ -32,6 +33,7 @@ from hicache.sidecar.service import SidecarService
 from hicache.sidecar.sockets import claim
 from hicache.storage.base import Manifests, StorageBackend
 from hicache.storage.registry import open_storage
+from hicache.storage.url import StorageUrl
 from hicache.units import format_size
 
 if TYPE_CHECKING:
@@ -151,11 +153,28 @@ async def _storage(config: Config) -> AsyncIterator[Finding]:
         if not answer.good:  # what follows would only say the same in other words
             yield await through_tiers(config, None)
             return
+        for finding in _disk(url, storage):
+            yield finding
         yield await through_tiers(config, storage)
         for finding in await asyncio.to_thread(lambda: [*_namespaces(storage)]):
             yield finding
     finally:
         await asyncio.to_thread(storage.close)
+
+
+def _disk(url: str, storage: StorageBackend) -> Iterator[Finding]:
+    """A capacity that the disk does not have is reached by a full disk, not by evicting what is oldest."""
+    parsed, seen = StorageUrl.parse(url), storage.statistics()
+    if parsed.scheme != "file" or seen.capacity is None:
+        return
+    free = shutil.disk_usage(parsed.path).free
+    if seen.capacity > seen.bytes_used + free:
+        yield Finding(
+            "disk",
+            False,
+            f"the storage's capacity is {format_size(seen.capacity)}, and its disk has room for {format_size(free)} more: "
+            "set capacity= lower, or others on this disk will find it full",
+        )
 
 
 async def _answer(storage: StorageBackend) -> Finding:

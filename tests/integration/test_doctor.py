@@ -38,6 +38,15 @@ def test_all_is_well(tmp_path: Path) -> None:
     assert again["canary page"].good
 
 
+def test_storage_that_its_disk_cannot_hold(tmp_path: Path) -> None:
+    """Both numbers are told; a capacity that fits is no finding."""
+    where = {"listen__addresses": f"{tmp_path}/h.sock"}
+    disk = found(**where, storage__url=f"file://{tmp_path}/store?capacity=900TiB")["disk"]
+    assert not disk.good
+    assert disk.text.startswith("the storage's capacity is 900 TiB, and its disk has room for ")
+    assert "disk" not in found(**where, storage__url=f"file://{tmp_path}/store?capacity=1MiB")
+
+
 def test_without_storage(tmp_path: Path) -> None:
     """The page comes back from host memory alone."""
     findings = found(listen__addresses=f"{tmp_path}/h.sock")
