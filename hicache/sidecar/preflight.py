@@ -172,8 +172,8 @@ def _disk(url: str, storage: StorageBackend) -> Iterator[Finding]:
         yield Finding(
             "disk",
             False,
-            f"the storage's capacity is {format_size(seen.capacity)}, and its disk has room for {format_size(free)} more: "
-            "set capacity= lower, or others on this disk will find it full",
+            f"the storage's capacity is {format_size(seen.capacity)}, and its disk has room for {format_size(free)} "
+            "more: set capacity= lower, or others on this disk will find it full",
         )
 
 
