@@ -188,6 +188,12 @@ class App:
             if found.estate is None:
                 _log.info("nothing to take over at %s: this service begins with empty memory", sockets[0])
         self._undo.callback(found.close)
+        if takeover and found.estate is not None and found.estate.bytes > int(self._config.host.bytes):
+            # Refused, the one before goes on with all of it; taken in part, the rest would be lost.
+            raise ConfigError(
+                f"the service at {sockets[0]!r:.200} has {format_size(found.estate.bytes)} of host memory in use, and "
+                f"this one may have {self._config.host.bytes}: give --host as much"
+            )
         return found
 
     async def _open_storage(self) -> MeteredBackend | None:

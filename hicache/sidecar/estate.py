@@ -125,6 +125,11 @@ class Estate:
     pools: list[HeldPool]
     descriptors: list[int]
 
+    @property
+    def bytes(self) -> int:
+        """Host memory of all pools."""
+        return sum(pool.slots * sum(pool.strides) for pool in self.pools)
+
     def document(self) -> int:
         """A memfd with all but the descriptors; the caller closes it."""
         data = msgspec.msgpack.encode(_Document(VERSION, self.server, self.storage, self.pools))

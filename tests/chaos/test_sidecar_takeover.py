@@ -122,6 +122,20 @@ def test_next_service_is_killed_while_it_waits(folder: Path) -> None:
     assert not everywhere() & (known | again)
 
 
+def test_next_service_has_less_memory(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """It says how much it needs, and the one before goes on with all of its pages."""
+    with ServiceProcess(folder, "--drain", "1") as old:
+        fill(old)
+        with ServiceProcess(folder, takeover=True, wait=False, host="32MiB") as heir:
+            assert ended(heir) == 2
+        old.started()
+        assert found(old) == PAGES
+        assert old.stop() == {"dropped": {}}
+    assert (
+        "has 64 MiB of host memory in use, and this one may have 32 MiB: give --host as much" in capfd.readouterr().err
+    )
+
+
 def test_next_service_cannot_start(folder: Path) -> None:
     """It has got the memory already, and finds a port taken: the one before goes on."""
     with socket.create_server(("127.0.0.1", 0)) as taken, ServiceProcess(folder, "--drain", "1") as old:
