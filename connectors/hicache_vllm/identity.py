@@ -10,7 +10,7 @@ from hicache.core.identity import Namespace
 from hicache.core.layout import CANONICAL, KVGeometry
 from hicache.core.partition import plan_shards
 from hicache.errors import ConfigError
-from hicache.runtime.fingerprint import revision_of
+from hicache.runtime.modelconfig import model_and_revision
 from hicache_vllm.compat import Facts
 from hicache_vllm.layouts import LAYOUTS, OPAQUE, BlockShape, Layout, PageForm
 from hicache_vllm.settings import Settings
@@ -165,13 +165,8 @@ def _opaque(facts: Facts, settings: Settings, page_size: int) -> KVGeometry:
 
 
 def _model(facts: Facts, settings: Settings) -> tuple[str, str | None, list[str]]:
-    model = settings.model or facts.model
-    revision = settings.revision or facts.revision
-    if revision is None and facts.folder is not None:
-        revision = revision_of(facts.folder)
-    if revision is None:
-        return model, None, [f'weights of {model} are told apart by name only: add "revision" when they may change']
-    return model, revision, []
+    _, revision, told = model_and_revision(facts.folder or facts.model, settings.revision or facts.revision)
+    return settings.model or facts.model, revision, told
 
 
 def _settings(facts: Facts) -> dict[str, Any] | None:
