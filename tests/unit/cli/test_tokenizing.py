@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
 from hicache.cli.tokenizing import load_tokenizer, read_text
 from hicache.errors import ConfigError, InvalidInput
-
-
-def has(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
 
 
 def words(folder: Path) -> Path:
@@ -35,7 +31,6 @@ def words(folder: Path) -> Path:
     return path
 
 
-@pytest.mark.skipif(not has("tokenizers"), reason="needs the package tokenizers")
 def test_a_tokenizer_json(tmp_path: Path) -> None:
     """By its file or its folder, with the tokens around a prompt or without them."""
     path = words(tmp_path)
@@ -46,16 +41,16 @@ def test_a_tokenizer_json(tmp_path: Path) -> None:
         load_tokenizer(str(path))
 
 
-@pytest.mark.skipif(has("tokenizers"), reason="it is installed")
-def test_without_tokenizers(tmp_path: Path) -> None:
+def test_without_tokenizers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The package that is missing is named, and what to do without it."""
+    monkeypatch.setitem(sys.modules, "tokenizers", None)  # as where it is not installed
     with pytest.raises(ConfigError, match="pip install tokenizers, or give token ids by --prompts"):
         load_tokenizer(str(words(tmp_path)))
 
 
-@pytest.mark.skipif(has("transformers"), reason="it is installed")
-def test_without_transformers(tmp_path: Path) -> None:
+def test_without_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder without tokenizer.json needs the other package."""
+    monkeypatch.setitem(sys.modules, "transformers", None)  # as where it is not installed
     with pytest.raises(ConfigError, match="pip install transformers"):
         load_tokenizer(str(tmp_path))
 
