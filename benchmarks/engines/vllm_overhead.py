@@ -1,6 +1,7 @@
 """What the connector costs where there is nothing to hit: throughput of vLLM with and without it, in alternating pairs.
 
-`.engines/vllm/bin/python benchmarks/engines/vllm_overhead.py`; with `--files` pages go to a folder too.
+`.engines/vllm/bin/python benchmarks/engines/vllm_overhead.py`; with `--files` pages go to a folder too. With `--control`
+neither engine has a connector: what two processes differ by all the same.
 """
 
 from __future__ import annotations
@@ -59,11 +60,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=12)
     parser.add_argument("--files", action="store_true", help="with storage in a folder")
+    parser.add_argument("--control", action="store_true", help="compare two engines without a connector")
     options = parser.parse_args()
+    second = "without too" if options.control else f"with, host tier{' and files' if options.files else ' only'}"
     draw = random.Random(1)
     with tempfile.TemporaryDirectory(prefix="hicache-overhead-") as place:
         folder = Path(place)
-        extra = {"host": "1GiB"} | ({"storage": f"file://{folder}/kv?capacity=2GiB"} if options.files else {})
+        extra: dict[str, Any] | None = {"host": "1GiB"} | (
+            {"storage": f"file://{folder}/kv?capacity=2GiB"} if options.files else {}
+        )
+        extra = None if options.control else extra
         ratios, plain, cached = [], [], []
         used = {"plain": 0.0, "cached": 0.0}
         with Engine(None, folder / "plain.log", **OPTIONS) as one, Engine(extra, folder / "ours.log", **OPTIONS) as two:
@@ -79,9 +85,9 @@ def main() -> None:
     low, high = interval(ratios, draw)
     print(f"SmolLM2-135M, bf16, batches of {PROMPTS} x ({TOKENS} + {NEW}) tokens, {options.pairs} alternating pairs")
     print(f"without   {statistics.median(plain):8.1f} tokens/s")
-    print(f"with      {statistics.median(cached):8.1f} tokens/s, host tier{' and files' if options.files else ' only'}")
+    print(f"second    {statistics.median(cached):8.1f} tokens/s, {second}")
     print(f"ratio     {statistics.median(ratios):8.3f} (95 %: {low:.3f} to {high:.3f})")
-    print(f"processor {used['plain']:.1f} s without, {used['cached']:.1f} s with, its service's included")
+    print(f"processor {used['plain']:.1f} s without, {used['cached']:.1f} s in the second, its service's included")
     if "ENGINES_ROWS" in os.environ:
         from benchmarks.measure import row
 
