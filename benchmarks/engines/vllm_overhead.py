@@ -1,7 +1,7 @@
 """What the connector costs where there is nothing to hit: throughput of vLLM with and without it, in alternating pairs.
 
-`.engines/vllm/bin/python benchmarks/engines/vllm_overhead.py`; with `--files` pages go to a folder too. With `--control`
-neither engine has a connector: what two processes differ by all the same.
+`.engines/vllm/bin/python benchmarks/engines/vllm_overhead.py`; with `--files` pages go to a folder too. With
+`--control` neither engine has a connector: what two processes differ by all the same.
 """
 
 from __future__ import annotations
@@ -66,10 +66,8 @@ def main() -> None:
     draw = random.Random(1)
     with tempfile.TemporaryDirectory(prefix="hicache-overhead-") as place:
         folder = Path(place)
-        extra: dict[str, Any] | None = {"host": "1GiB"} | (
-            {"storage": f"file://{folder}/kv?capacity=2GiB"} if options.files else {}
-        )
-        extra = None if options.control else extra
+        storage = {"storage": f"file://{folder}/kv?capacity=2GiB"} if options.files else {}
+        extra = None if options.control else {"host": "1GiB"} | storage
         ratios, plain, cached = [], [], []
         used = {"plain": 0.0, "cached": 0.0}
         with Engine(None, folder / "plain.log", **OPTIONS) as one, Engine(extra, folder / "ours.log", **OPTIONS) as two:
