@@ -239,7 +239,7 @@ class CudaDriver(Protocol):
         arguments: Sequence[Any],
         stream: Stream,
     ) -> None:
-        """Put a kernel into a stream that `stream` made. Python's integers go as 64 bits, numpy's scalars as they are."""
+        """Put a kernel into a stream that `stream` made. Integers go as 64 bits, scalars of numpy as they are."""
         ...
 
 
