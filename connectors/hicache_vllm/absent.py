@@ -28,6 +28,9 @@ class AbsentWorker:
         self._report.done.update(stores)
         self.begin_loads(StepPlan(loads=list(loads)))
 
+    def drain(self) -> None:
+        """Nothing is being copied."""
+
     def fence(self, plan: StepPlan) -> None:
         """Nothing is being read."""
 

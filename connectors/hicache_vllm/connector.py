@@ -103,6 +103,13 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         except Exception as error:  # tensors of another release
             self._disable(f"{type(error).__name__}: {error}", told=True)
 
+    def unregister_kv_caches(self) -> None:
+        """The engine goes to sleep and gives the memory of its blocks away: nothing is copied from then on.
+
+        Called since vLLM 0.33. Blocks come back at the same addresses, so nothing has to be registered again.
+        """
+        self._do("drain")
+
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """Wait until what is about to be overwritten has been read."""
         self._do("fence", kv_connector_metadata.plan)

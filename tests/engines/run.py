@@ -2,8 +2,9 @@
 
 Each folder beside this file that has tests is a suite and an engine's name; so is what stands in front of the first
 `_` of a script in `benchmarks/engines`. A suite runs in the environment of its engine, with the wheel that a user would
-install there. A script does too, and writes its figures as a JSON list of `benchmarks.measure.Row` to the file that the
-environment names by ENGINES_ROWS.
+install there; its tests of prompts run in other releases of the engine too, in environments ENGINE-RELEASE. A script
+runs like a suite, and writes its figures as a JSON list of `benchmarks.measure.Row` to the file that the environment
+names by ENGINES_ROWS.
 
 Exit code 1 if anything failed; what was skipped is shown as skipped.
 """
@@ -42,6 +43,8 @@ OFFLINE = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 COUNTED = ("failed", "passed", "skipped")
+IN_EACH_RELEASE = "test_prefixes.py"
+"""What of a suite runs in each release of the engine that there is beside the one of the suite."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,16 @@ def engine_of(script: Path) -> str:
 
 def place_of(engine: str, engines: Path) -> Place:
     """The environment of an engine: SGLang has its own, all others that of vLLM."""
-    python = engines / ("sglang" if engine == "sglang" else "vllm") / "bin" / "python"
+    return made_of(engine, engines / ("sglang" if engine == "sglang" else "vllm"), engines)
+
+
+def other_releases(engine: str, engines: Path) -> list[Place]:
+    """Environments of further releases of an engine."""
+    return [made_of(engine, folder, engines) for folder in sorted(engines.glob(f"{engine}-[0-9]*"))]
+
+
+def made_of(engine: str, folder: Path, engines: Path) -> Place:
+    python = folder / "bin" / "python"
     distribution = engine if engine in ("sglang", "vllm", "transformers") else "vllm"
     code = f"from importlib.metadata import version; print(version({distribution!r}))"
     asked = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
@@ -114,16 +126,16 @@ def install(engines: Path, places: list[Place]) -> None:
 # ---- running
 
 
-def run_suite(place: Place) -> list[Line]:
-    """All tests of one engine, a line for each test function."""
-    folder, report = SUITES / place.engine, OUT / f"{place.engine}.xml"
+def run_suite(place: Place, only: str = "") -> list[Line]:
+    """All tests of one engine, or of one module of them, a line for each test function."""
+    folder, report = SUITES / place.engine, OUT / f"{place.engine}-{place.version}.xml"
     report.unlink(missing_ok=True)
     command = [place.python, "-m", "pytest", "-q", f"--confcutdir={SUITES}", "-p", "no:cacheprovider"]
     settings = ["filterwarnings=", f"pythonpath={folder}", f"faulthandler_timeout={HANGS_SECONDS}"]
     for setting in settings:  # the engine's warnings are its own
         command += ["-o", setting]
     began = time.monotonic()
-    done = subprocess.run([*command, f"--junitxml={report}", folder], env=place.variables, cwd=OUT, check=False)
+    done = subprocess.run([*command, f"--junitxml={report}", folder / only], env=place.variables, cwd=OUT, check=False)
     lines = list(lines_of(place, report)) if report.exists() else []
     if done.returncode and not any(line.failed for line in lines):
         what = f"pytest ended with {done.returncode}"
@@ -231,12 +243,16 @@ def main() -> int:
         parser.error(f"no engine {', '.join(sorted(strange))}: one of {', '.join(known)}")
     began, folder = time.monotonic(), given.folder.resolve()
     places = [place_of(engine, folder) for engine in known if engine in (given.engines or known)]
-    install(folder, places)
+    others = {place.engine: other_releases(place.engine, folder) for place in places}
+    install(folder, [*places, *(other for each in others.values() for other in each)])
     lines: list[Line] = []
     for place in places:
         print(f"engines: {place.engine} {place.version}", flush=True)
         if (SUITES / place.engine).is_dir():
             lines += run_suite(place)
+        for other in others[place.engine]:
+            print(f"engines: {other.engine} {other.version}", flush=True)
+            lines += run_suite(other, IN_EACH_RELEASE)
         for script in scripts_of(place.engine):
             print(f"engines: {script.name}", flush=True)
             lines += run_script(place, script)

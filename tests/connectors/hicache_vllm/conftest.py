@@ -16,7 +16,7 @@ import pytest
 from hicache.testing.serving import ServedApp
 
 sys.path.insert(0, str(Path(__file__).parent))  # the stand-ins beside this file
-from vllm_recorded import FullAttentionSpec, Role, cache_config, modules, vllm_config
+from vllm_recorded import RELEASE, FullAttentionSpec, Role, cache_config, modules, vllm_config
 from vllm_services import service_config
 from vllm_small_engine import BLOCK, DTYPE, HEADS, LAYERS, WIDTH, SmallEngine, kernel
 
@@ -25,17 +25,18 @@ OURS = ("hicache_vllm.connector", "hicache_vllm.wire", "hicache_vllm.metrics")
 
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Loads the connector's module beside a vLLM with these further methods."""
+    """Loads the connector's module beside a release of vLLM, with these further methods."""
 
-    def load(more: dict[str, str] | None = None) -> Any:
-        for name, module in modules(more, kernel=kernel).items():
+    def load(more: dict[str, str] | None = None, *, release: str = RELEASE) -> Any:
+        monkeypatch.delitem(sys.modules, "vllm.v1.metrics.cache_hit_source", raising=False)  # not every release has it
+        for name, module in modules(more, kernel=kernel, release=release).items():
             monkeypatch.setitem(sys.modules, name, module)
         for name in OURS:
             monkeypatch.delitem(sys.modules, name, raising=False)
         module = importlib.import_module(OURS[0])
         for name in OURS:  # what was made of these modules goes with them
             monkeypatch.setitem(sys.modules, name, sys.modules[name])
-        monkeypatch.setattr("hicache_vllm.compat.engine_version", lambda: "0.32.0")
+        monkeypatch.setattr("hicache_vllm.compat.engine_version", lambda: release)
         return module
 
     return load

@@ -1,4 +1,4 @@
-"""The connector's class against vLLM's interface as it was recorded of 0.32.0, and what it says of configurations."""
+"""The connector's class against vLLM's interface as it was recorded of releases, and what it says of configurations."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 from vllm_recorded import (
-    RECORD,
+    RELEASES,
     FullAttentionSpec,
     Role,
     SlidingWindowSpec,
     cache_config,
+    record,
     signature_of,
     vllm_config,
 )
@@ -25,7 +26,8 @@ from vllm_small_engine import BLOCK, DTYPE, HEADS, LAYERS, WIDTH
 
 import hicache_vllm
 from hicache.errors import ConfigError
-from hicache_vllm.compat import Facts, engine_version, facts_of, layer_write
+from hicache_vllm.compat import Facts, engine_event, engine_version, facts_of, hit_sources, layer_write
+from hicache_vllm.events import Gone, Kept
 from hicache_vllm.identity import identify, tensor_layout
 from hicache_vllm.layouts import Layout
 from hicache_vllm.settings import read_settings
@@ -41,16 +43,36 @@ def scheduler(install: Install, spec: Any, extra: dict[str, Any] | None = None, 
 
 
 @pytest.mark.case("PLUG-3")
-def test_every_recorded_call_binds(install: Install) -> None:
-    ours = install().HiCacheConnector
+@pytest.mark.parametrize("release", RELEASES)
+def test_every_recorded_call_binds(install: Install, release: str) -> None:
+    module = install(release=release)
+    assert module.MISFITS == ()
+    ours = module.HiCacheConnector
     for name in ("KVConnectorBase_V1", "SupportsHMA"):
-        for method, text in RECORD["classes"][name].items():
+        for method, text in record(release)["classes"][name].items():
             kind, _, names = text.partition(":")
             own = inspect.getattr_static(ours, method)
             if kind.endswith("method") and not method.startswith("_"):
                 function = own.__func__ if isinstance(own, classmethod) else own
                 asked = list(signature_of(names.split()).parameters)
                 assert list(inspect.signature(function).parameters)[: len(asked)] == asked, method
+
+
+@pytest.mark.case("PLUG-3")
+@pytest.mark.parametrize("release", RELEASES)
+def test_what_is_asked_of_a_release_is_there(install: Install, release: str) -> None:
+    """Functions that the compatibility module calls take what it gives; a step tells where blocks are."""
+    install(release=release)
+    known = record(release)
+    calls = {"get_pp_indices": 3, "_get_attn_isa": 4, "get_current_attn_backend": 1, "cpu_attn_reshape_and_cache": 6}
+    for name, given in calls.items():
+        signature_of(known["functions"][name].split()).bind(*range(given))
+    assert {"num_scheduled_tokens", "total_num_scheduled_tokens", "kv_connector_block_state="} <= set(known["step"])
+    kept = engine_event(Kept("CPU", (b"b",), b"a", (1, 2), None, None), 2)
+    assert (kept.block_hashes, kept.parent_block_hash, kept.medium) == ([b"b"], b"a", "CPU")
+    assert engine_event(Gone("FS", (b"b",)), 2).block_hashes == [b"b"]
+    named = {"host": 5, "disk": 7} if known["hit_sources"] else {}
+    assert hit_sources({"host": 5, "disk": 7}) == named
 
 
 @pytest.mark.case("PLUG-3")

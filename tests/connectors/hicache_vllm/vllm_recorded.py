@@ -1,4 +1,4 @@
-"""Modules that stand for vLLM's, made of the signatures that were recorded of 0.32.0, and its configuration objects."""
+"""Modules that stand for vLLM's, made of what was recorded of its releases, and its configuration objects."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ import inspect
 import json
 from dataclasses import dataclass, field, make_dataclass
 from enum import Enum, StrEnum
+from functools import cache
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 
-RECORD = json.loads((Path(__file__).parents[2] / "data/vllm_0.32.0.json").read_text())
+RELEASES = ("0.30.0", "0.31.0", "0.32.0", "0.33.0")
+RELEASE = "0.32.0"
+"""The one that stands for all where nothing is said of releases."""
 
 _BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 _METRICS = "vllm.distributed.kv_transfer.kv_connector.v1.metrics"
@@ -22,14 +25,16 @@ _SOURCES = "vllm.v1.metrics.cache_hit_source"
 _CPU = "vllm.v1.attention.backends.cpu_attn"
 
 
+@cache
+def record(release: str) -> dict[str, Any]:
+    """What `tests/engines/record.py` has found in a release."""
+    found: dict[str, Any] = json.loads((Path(__file__).parents[2] / f"data/vllm_{release}.json").read_text())
+    return found
+
+
 class Role(Enum):
     SCHEDULER = 0
     WORKER = 1
-
-
-class HitSource(StrEnum):
-    HOST = "host"
-    DISK = "disk"
 
 
 @dataclass
@@ -46,10 +51,10 @@ class PromMetrics:
         self.per_engine_labelvalues = per_engine_labelvalues
 
 
-def recorded_class(name: str, more: dict[str, str] | None = None) -> type:
+def recorded_class(release: str, name: str, more: dict[str, str] | None = None) -> type:
     """A class whose methods have the recorded signatures; abstract ones are abstract, others do nothing."""
     space: dict[str, Any] = {
-        method: _member(method, text) for method, text in (RECORD["classes"][name] | (more or {})).items()
+        method: _member(method, text) for method, text in (record(release)["classes"][name] | (more or {})).items()
     }
     if name == "KVConnectorBase_V1":
         space["__init__"] = _remember
@@ -90,28 +95,42 @@ def signature_of(names: list[str]) -> inspect.Signature:
     return inspect.Signature(parameters)
 
 
-def modules(more: dict[str, str] | None = None, *, kernel: Any = None) -> dict[str, ModuleType]:
+def recorded_fields(release: str, name: str) -> type:
+    """A dataclass with the recorded fields of an event."""
+    return make_dataclass(
+        name,
+        [
+            (text.rstrip("="), Any, field(default=None)) if text.endswith("=") else (text, Any)
+            for text in record(release)["events"][name]
+        ],
+    )
+
+
+def modules(more: dict[str, str] | None = None, *, kernel: Any = None, release: str = RELEASE) -> dict[str, ModuleType]:
     """What has to be in `sys.modules`.
 
     Args:
         more: further methods of the connector's base class, as a newer release may have them.
         kernel: stands for the CPU backend's kernel that writes keys and values.
+        release: whose interface it is.
     """
+    known = record(release)
     contents: dict[str, dict[str, Any]] = {
         _BASE: {
-            "KVConnectorBase_V1": recorded_class("KVConnectorBase_V1", more),
-            "SupportsHMA": recorded_class("SupportsHMA"),
-            "KVConnectorMetadata": recorded_class("KVConnectorMetadata"),
-            "KVConnectorWorkerMetadata": recorded_class("KVConnectorWorkerMetadata"),
+            "KVConnectorBase_V1": recorded_class(release, "KVConnectorBase_V1", more),
+            "SupportsHMA": recorded_class(release, "SupportsHMA"),
+            "KVConnectorMetadata": recorded_class(release, "KVConnectorMetadata"),
+            "KVConnectorWorkerMetadata": recorded_class(release, "KVConnectorWorkerMetadata"),
             "KVConnectorRole": Role,
         },
         _METRICS: {"KVConnectorStats": Stats, "KVConnectorPromMetrics": PromMetrics},
         _UTILS: {"get_current_attn_backend": lambda config: SimpleNamespace(get_name=lambda: config.backend)},
-        _SOURCES: {"CacheHitSource": HitSource},
-        "vllm.distributed.kv_events": {name: make_dataclass(name, fields) for name, fields in RECORD["events"].items()},
+        "vllm.distributed.kv_events": {name: recorded_fields(release, name) for name in known["events"]},
         _CPU: {"_get_attn_isa": lambda *_: "vec"},
         "vllm.distributed.utils": {"get_pp_indices": lambda layers, rank, size: (layers // size * rank, 0)},
     }
+    if known["hit_sources"] is not None:
+        contents[_SOURCES] = {"CacheHitSource": StrEnum("CacheHitSource", known["hit_sources"])}
     found: dict[str, ModuleType] = {}
     for name, content in contents.items():
         parts = name.split(".")
