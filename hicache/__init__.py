@@ -61,6 +61,8 @@ if TYPE_CHECKING:
     from hicache.rpc.client.options import Backoff, ClientOptions
     from hicache.rpc.client.request import ConnectedRequest
     from hicache.rpc.client.statistics import ClientStatistics
+    from hicache.runtime.accesslog.settings import AccessLog
+    from hicache.runtime.accesslog.writer import AccessLogStatistics
     from hicache.runtime.attaching import DetachReport
     from hicache.runtime.cache import EmbeddedCache
     from hicache.runtime.closing import CloseReport
@@ -79,6 +81,8 @@ if TYPE_CHECKING:
 __all__ = [
     "LAYOUTS",
     "READY",
+    "AccessLog",
+    "AccessLogStatistics",
     "Adapter",
     "AsyncConnectedCache",
     "AsyncConnectedRequest",
@@ -198,6 +202,8 @@ _HOMES = {
     "hicache.rpc.client.options": ("Backoff", "ClientOptions"),
     "hicache.rpc.client.request": ("ConnectedRequest",),
     "hicache.rpc.client.statistics": ("ClientStatistics",),
+    "hicache.runtime.accesslog.settings": ("AccessLog",),
+    "hicache.runtime.accesslog.writer": ("AccessLogStatistics",),
     "hicache.runtime.attaching": ("DetachReport",),
     "hicache.runtime.cache": ("EmbeddedCache",),
     "hicache.runtime.closing": ("CloseReport",),

@@ -14,6 +14,7 @@ from hicache.errors import ConfigError
 from hicache.units import format_size, parse_size
 
 __all__ = [
+    "AccessLog",
     "Config",
     "Drain",
     "Events",
@@ -255,6 +256,35 @@ class Events(_Section, frozen=True, kw_only=True):
     high_water: Annotated[_Count, Meta(description="batches queued for a slow consumer before it loses some")] = 10_000
 
 
+class AccessLog(_Section, frozen=True, kw_only=True):
+    """What requests asked for and got, by page hashes and without any token, for `hicache analyze`."""
+
+    folder: Annotated[str, Meta(description="folder of the access log, which is made; empty: none is written")] = ""
+    file_bytes: Annotated[Size, Meta(description="size at which a file ends and the next one begins")] = Size(
+        64 * 2**20
+    )
+    total_bytes: Annotated[
+        Size, Meta(description="bytes of all access logs in the folder; the oldest files are removed above it")
+    ] = Size(2**30)
+    sample: Annotated[Annotated[float, Meta(gt=0, le=1)], Meta(description="share of the requests that is written")] = (
+        1.0
+    )
+    sample_by: Annotated[
+        Literal["prefix", "request"],
+        Meta(description="prefix: all requests with the same beginning or none; request: each by itself"),
+    ] = "prefix"
+    sample_tokens: Annotated[
+        _Whole, Meta(description="tokens of that beginning, more than all prompts share; 0: one page")
+    ] = 0
+    tenants: Annotated[
+        Literal["digest", "name", "omit"], Meta(description="how tenants are written; omit: they are not")
+    ] = "digest"
+    key_file: Annotated[
+        str,
+        Meta(description="file of a secret, so that nobody without it can tell by a hash what was asked; empty: none"),
+    ] = ""
+
+
 class Log(_Section, frozen=True, kw_only=True):
     """What is logged, on stderr."""
 
@@ -284,5 +314,6 @@ class Config(_Section, frozen=True, kw_only=True):
     policies: Policies = Policies()
     metrics: Metrics = Metrics()
     events: Events = Events()
+    access_log: AccessLog = AccessLog()
     log: Log = Log()
     drain: Drain = Drain()

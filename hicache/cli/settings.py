@@ -15,6 +15,12 @@ _OPTIONS: Final = (
     ("--host", "host.bytes", "BYTES", "host memory that engines share, such as 8GiB"),
     ("--storage", "storage.url", "URL", "the store, such as file:///var/cache/hicache?capacity=100GiB (default: none)"),
     ("--metrics", "metrics.address", "HOST:PORT", "serve /metrics, /healthz and /readyz there (default: not)"),
+    (
+        "--access-log",
+        "access_log.folder",
+        "FOLDER",
+        "write what requests ask for and get there, page hashes only, for `hicache analyze FOLDER` (default: not)",
+    ),
     ("--tokens", "tokens.file", "FILE", "tokens of remote callers; only its owner may read it"),
     ("--tls-certificate", "tls.certificate", "FILE", "certificate for TCP, PEM"),
     ("--tls-key", "tls.key", "FILE", "its private key, PEM"),

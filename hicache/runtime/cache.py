@@ -120,6 +120,8 @@ class EmbeddedCache(LeasingCache):
                 assert scope.tree is not None
                 lease = self._core.lease(scope.tree, prompt, limit=limit, priority=priority)
                 self._leases[lease] = count
+                if self.access is not None:
+                    self.access.begun(lease, started)
                 if self._stores:
                     prefetch = self._loader.start(lease)
                 reducer.settle()

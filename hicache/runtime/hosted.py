@@ -149,6 +149,12 @@ class HostedRequest:
         self._cache.check_open()
         return self.lease
 
+    def of_session(self, session: int) -> None:
+        """A session of a service has asked for it; for the access log."""
+        if (access := self._cache.access) is not None:
+            with self.lock:
+                access.of_session(self.lease, session)
+
     # ---- reading
 
     def loading(self, until: float | None = None) -> HostedLoading:
@@ -257,9 +263,12 @@ class HostedRequest:
         if len(page_hashes) % HASH_SIZE:
             raise InvalidInput(f"page hashes have {len(page_hashes)} bytes, not a multiple of {HASH_SIZE}")
         self.tokens = tokens
+        reducer, access = self._cache.parts.reducer, self._cache.access
+        if access is not None:
+            with reducer.lock:
+                access.grown(lease, tokens)
         if self.bypassed or not page_hashes:
             return
-        reducer = self._cache.parts.reducer
         with reducer.lock:
             reducer.core.extend(lease, lease.prompt.extended(page_hashes))
             reducer.settle()

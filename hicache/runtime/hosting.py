@@ -390,6 +390,8 @@ class HostedCache(LeasingCache):
             assert scope.tree is not None
             lease = self._core.lease(scope.tree, prompt, limit=limit, priority=priority)
             self._leases[lease] = tokens
+            if self.access is not None:
+                self.access.begun(lease, started)
             self.moments.note(self._core.registry.tick, started)
             if self._stores:
                 prefetch = self._loader.start(lease)

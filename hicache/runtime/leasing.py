@@ -11,6 +11,8 @@ from hicache.core.transfers import Lease
 from hicache.core.tree import HiRadixTree
 from hicache.memory.base import HostPool
 from hicache.records import MissReason
+from hicache.runtime.accesslog.recorder import Recorder
+from hicache.runtime.accesslog.writer import AccessLogWriter
 from hicache.runtime.arguments import number_of_seconds
 from hicache.runtime.closing import CloseReport, drain, take_apart, unwritten
 from hicache.runtime.parts import Parts
@@ -19,6 +21,9 @@ from hicache.runtime.statistics import Ledger
 from hicache.runtime.upkeep import FORKED, Upkeep
 
 _CLOSED = "the cache is closed"
+LEAST_TO_LOG = 0.5
+"""Seconds that a closing cache gives its access log, although its deadline has passed."""
+
 _BYPASS = bytes(16)  # names the tree of requests that go past the cache; no sha256 prefix anybody will meet
 
 
@@ -31,6 +36,7 @@ class LeasingCache(Upkeep):
         host: the host pool; None without a host tier.
         warnings: what works with these settings but will cost, in words.
         parts: the machinery behind it; for requests and for tests.
+        access: notes requests for the access log; None without one. Used under the reducer's lock.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -55,6 +61,22 @@ class LeasingCache(Upkeep):
         self._closing = threading.Lock()
         self._attaching = threading.Lock()
         self._pump: Ringer | None = None
+        self.access: Recorder | None = None
+        self._own_log: AccessLogWriter | None = None
+
+    def record_access(self, writer: AccessLogWriter, *, tenant: str | None = None, owned: bool = False) -> None:
+        """Note requests that begin from now on for an access log, whose clock is the cache's.
+
+        Args:
+            writer: of the process, for this cache and others.
+            tenant: of all requests, where they have one.
+            owned: the log is this cache's alone: it is closed and told of by it. Else it is closed behind this cache.
+        """
+        parts = self.parts
+        self._own_log = writer if owned else None
+        with self._reducer.lock:
+            self.access = Recorder(writer, parts.scopes, parts.namespace, now=self._now, tenant=tenant)
+            self._loader.loaded = self.access.loaded
 
     # ---- closing
 
@@ -96,6 +118,8 @@ class LeasingCache(Upkeep):
         abandoned, stuck = take_apart(self.parts, self._pump, end=end)
         if self.parts.flight is not None:
             self.parts.flight.close()
+        if self._own_log is not None:
+            self._own_log.close(max(LEAST_TO_LOG, end - self._now()))
         return CloseReport(complete, abandoned, len(leases), stuck, left)
 
     # ---- for requests
@@ -157,6 +181,8 @@ class LeasingCache(Upkeep):
             lease = self._core.lease(self._bypass_tree, Prompt(b"", self._width, hasher), priority=priority)
             self._leases[lease] = tokens
             self._past[lease] = pages
+            if self.access is not None:
+                self.access.begun(lease, self._now())
             return lease
 
     def _release(self, lease: Lease, *, aborted: bool) -> RequestCounts:
@@ -165,12 +191,16 @@ class LeasingCache(Upkeep):
         counts = self._core.release(lease, aborted=aborted)
         tokens = self._leases.pop(lease, None)
         if tokens is None:
+            if self.access is not None:
+                self.access.ended(lease, counts, None)
             return counts
         pages = self._past.pop(lease, None) if self._past else None
         if pages is not None:
             lease.counts = counts = past_counts(pages, aborted=aborted)
             self._ledger.bypassed += 1
         self._ledger.add(counts, tokens=tokens, found=lease.match.storage)
+        if self.access is not None:
+            self.access.ended(lease, counts, tokens)
         self._reducer.notify()
         return counts
 

@@ -8,6 +8,8 @@ than computing it would take.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from hicache.clock import Clock
 from hicache.core.transfers import Lease, TransferKind
 from hicache.errors import CacheClosed
@@ -105,6 +107,7 @@ class Loader:
     Attributes:
         planner: decides what is worth its time.
         probes_refused: probes that the storage queue turned away.
+        loaded: told of each lease whose load is over, under the lock; None: nobody is.
     """
 
     def __init__(
@@ -125,6 +128,7 @@ class Loader:
         self._copies_up = reducer.core.config.device_pages != 0
         self.planner = planner
         self.probes_refused = 0
+        self.loaded: Callable[[Lease], None] | None = None
 
     def start(self, lease: Lease) -> Prefetch | None:
         """Begin to prefetch what storage is believed to have, and ask about the rest. The lock is held.
@@ -211,6 +215,8 @@ class Loader:
     def finish(self, lease: Lease, prefetch: Prefetch | None) -> LoadDecision | None:
         """Nobody waits any longer: withdraw what is not there. Returns what was decided, if anything was."""
         reducer, planner = self._reducer, self.planner
+        if self.loaded is not None:
+            self.loaded(lease)
         decision = self._decision(lease, prefetch) if planner.decides else None
         if decision is not None:
             planner.count(decision)

@@ -10,6 +10,9 @@ from typing import Any
 from hicache.clock import Clock, MonotonicClock
 from hicache.core.identity import Namespace
 from hicache.errors import ConfigError, NamespaceError
+from hicache.runtime.accesslog.settings import AccessLog
+from hicache.runtime.accesslog.settings import access_log as read_access_log
+from hicache.runtime.accesslog.writer import AccessLogWriter
 from hicache.runtime.arguments import clock_of, flag, storage_of
 from hicache.runtime.attaching import open_backend, warn_if_small
 from hicache.runtime.cache import EmbeddedCache
@@ -33,6 +36,7 @@ def open_cache(
     bytes: bool = True,  # noqa: A002  the word that users know
     clock: Clock | None = None,
     flight_recorder: FlightRecorder | bool | str | os.PathLike[str] | None = None,
+    access_log: AccessLog | str | os.PathLike[str] | None = None,
     **options: Any,
 ) -> EmbeddedCache:
     """Open a cache for one model.
@@ -52,6 +56,8 @@ def open_cache(
         clock: a monotonic clock, an object with `now()` in seconds; None is the machine's.
         flight_recorder: True records what leads to a failure in memory, a folder in files there that outlive the
             process; `hicache replay` repeats it. A `FlightRecorder` sets more. None does not record.
+        access_log: a folder in which what each request asked for and got is written, by page hashes and without any
+            token, for `hicache analyze`; an `AccessLog` sets more. None writes nothing.
         options: any field of `hicache.Options`, which describes each. Most used: `eviction` ("lru", "lfu", "slru",
             "priority"), `prefetch` ("timeout", "best_effort", "wait_complete"), `prefetch_threshold` (tokens),
             `extras=True` (prompts with images), `events=True` (residency changes).
@@ -67,6 +73,7 @@ def open_cache(
     if not isinstance(namespace, Namespace):
         raise NamespaceError(f"namespace must be a Namespace, not {type(namespace).__name__}")
     options["flight_recorder"] = read_flight_recorder(flight_recorder)
+    options["access_log"] = read_access_log(access_log)
     settings = settings_of(options, write_policy, prefetch_timeout)
     storage = storage_of(storage)
     clock = MonotonicClock() if clock is None else clock_of(clock)
@@ -87,7 +94,13 @@ def open_cache(
             if backend is not None and pools.host is not None:
                 warn_if_small(backend, pools.host)
         parts = wire(namespace, settings, pools=pools, port=port, clock=clock, undo=undo)
+        log = None
+        if settings.access_log is not None:
+            log = AccessLogWriter(settings.access_log, now=clock.now, background=settings.background)
+            undo.callback(log.close)
         cache = EmbeddedCache(parts)
+        if log is not None:
+            cache.record_access(log, owned=True)
         undo.pop_all()
     return cache
 

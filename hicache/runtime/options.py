@@ -10,6 +10,7 @@ from typing import Any, Final
 from hicache.core.config import WRITE_POLICIES, EdgePolicy
 from hicache.core.eviction import POLICIES
 from hicache.errors import ConfigError
+from hicache.runtime.accesslog.settings import AccessLog
 from hicache.runtime.arguments import deadline_of, flag, number_of_seconds, whole
 from hicache.runtime.flight import FlightRecorder
 from hicache.runtime.planner import check_rate
@@ -91,6 +92,7 @@ class Options:
         stub_pages: pages known only to be in storage that are remembered.
         ghost_pages: hashes of pages gone that are remembered, for miss reasons.
         flight_recorder: how what the core is asked is recorded; None does not record.
+        access_log: where what each request asked for and got is written, page hashes only; None writes nothing.
         background: whether threads do the storage work, and apply what has ended while no caller comes by. False is
             for tests that decide what happens when: then only `EmbeddedCache.parts` does any of it, when it is told.
     """
@@ -126,6 +128,7 @@ class Options:
     stub_pages: int = 262_144
     ghost_pages: int = 65_536
     flight_recorder: FlightRecorder | None = None
+    access_log: AccessLog | None = None
     background: bool = True
 
     def __post_init__(self) -> None:

@@ -234,6 +234,9 @@ class Request:
         else:
             self._spans = spans = spans_of(extras, tokens=count, first=self._tokens, before=spans)
         self._tokens = count
+        if (access := self._cache.access) is not None:
+            with self._cache.parts.reducer.lock:
+                access.grown(lease, count)
         tail = self._tail + more
         page_size = self._cache.page_size
         pages = len(tail) // (TOKEN_SIZE * page_size)

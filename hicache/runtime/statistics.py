@@ -11,6 +11,7 @@ from hicache.core.statistics import CoreStatistics
 from hicache.core.transfers import TransferKind
 from hicache.memory.base import CopyStatistics
 from hicache.records import MissReason
+from hicache.runtime.accesslog.writer import AccessLogStatistics
 from hicache.runtime.canary import OFF
 from hicache.runtime.health import degraded
 from hicache.runtime.parts import Parts
@@ -69,6 +70,7 @@ class CacheStatistics:
         copies: the copy engine.
         storage: the backend's own counts, or None.
         reads, writes: the queues of storage work, or None.
+        access_log: what the access log has of them, where this cache writes one of its own; else None.
         canary: whether storage works: "off", "running", "ok", "undecided: ...", "failed: ...".
         degraded: why the cache is not all that it should be, in words; empty when all is well.
     """
@@ -96,6 +98,7 @@ class CacheStatistics:
     writes: QueueStatistics | None
     canary: str
     degraded: tuple[str, ...]
+    access_log: AccessLogStatistics | None = None
 
     @property
     def idle(self) -> bool:
@@ -155,7 +158,9 @@ class Ledger:
         return Totals(self.tokens, self.device * page_size, self.host * page_size, self.storage * page_size, missed)
 
 
-def snapshot(parts: Parts, ledger: Ledger, *, open_requests: int) -> CacheStatistics:
+def snapshot(
+    parts: Parts, ledger: Ledger, *, open_requests: int, access_log: AccessLogStatistics | None = None
+) -> CacheStatistics:
     """A snapshot of a cache. The reducer's lock is held, so that the numbers fit together."""
     core = parts.core.statistics()
     page_bytes = parts.pools.page_bytes
@@ -185,12 +190,16 @@ def snapshot(parts: Parts, ledger: Ledger, *, open_requests: int) -> CacheStatis
         reads=reads,
         writes=writes,
         canary=parts.canary.state if parts.canary is not None else OFF,
-        degraded=degraded(
-            parts,
-            queues,
-            storage=storage,
-            stored=core.completed[TransferKind.PUT],
-            expected=ledger.unserved,
-            came=ledger.storage,
+        degraded=(
+            *degraded(
+                parts,
+                queues,
+                storage=storage,
+                stored=core.completed[TransferKind.PUT],
+                expected=ledger.unserved,
+                came=ledger.storage,
+            ),
+            *(() if access_log is None else access_log.degraded),
         ),
+        access_log=access_log,
     )

@@ -11,6 +11,7 @@ from hicache.core.cache import Core
 from hicache.core.identity import Adapter
 from hicache.core.transfers import Lease
 from hicache.errors import CacheClosed, ConfigError, StorageUnavailable
+from hicache.runtime.accesslog.writer import AccessLogWriter
 from hicache.runtime.arguments import number_of_seconds, whole
 from hicache.runtime.attaching import DetachReport, attach, check_attachable, detach, open_backend
 from hicache.runtime.clearing import clear_memory, clear_storage
@@ -35,6 +36,7 @@ class Upkeep:
     _pump: Ringer | None
     _ledger: Ledger
     _leases: dict[Lease, int]
+    _own_log: AccessLogWriter | None
     _now: Callable[[], float]
     _attaching: threading.Lock
     _refusal: str | None
@@ -182,7 +184,8 @@ class Upkeep:
             raise CacheClosed(FORKED)
         with self._reducer.lock:
             self._reducer.settle()
-            return snapshot(self.parts, self._ledger, open_requests=len(self._leases))
+            log = None if self._own_log is None else self._own_log.statistics()
+            return snapshot(self.parts, self._ledger, open_requests=len(self._leases), access_log=log)
 
     def check(self) -> None:
         """Check every invariant of tiers and tree, slowly.

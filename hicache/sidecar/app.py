@@ -19,6 +19,7 @@ from hicache.records import Tier
 from hicache.rpc.address import Address
 from hicache.rpc.server import Listener, RpcServer, ServerTls
 from hicache.rpc.service import Caller
+from hicache.runtime.accesslog.writer import AccessLogWriter
 from hicache.sidecar import notify
 from hicache.sidecar.certificates import read_certificates
 from hicache.sidecar.checks import addresses, storage_url
@@ -35,6 +36,7 @@ from hicache.sidecar.sockets import Claim, claim
 from hicache.sidecar.takeover import Inheritance, TakeoverServer, inherit_at
 from hicache.sidecar.tenants import Authenticator, TokenFile
 from hicache.sidecar.usage import stored_by_tenant
+from hicache.sidecar.wiring import access_log_of
 from hicache.storage.registry import open_storage
 from hicache.storage.url import redacted
 from hicache.storage.wrappers import MeteredBackend
@@ -135,7 +137,7 @@ class App:
         lifelines = LifelineServer(limit=config.limits.connections, grace=config.leases.grace)
         name = redacted(storage_url(config) or "")
         self.service = service = SidecarService(
-            config, quotas=quotas, storage=storage, storage_name=name, lifelines=lifelines
+            config, quotas=quotas, storage=storage, storage_name=name, lifelines=lifelines, log=self._open_log()
         )
         lifelines.boot = service.boot
         undo.push_async_callback(lifelines.close)
@@ -204,6 +206,15 @@ class App:
         storage = await asyncio.to_thread(open_storage, url)
         self._undo.push_async_callback(asyncio.to_thread, storage.close)
         return storage
+
+    def _open_log(self) -> AccessLogWriter | None:
+        settings = access_log_of(self._config)
+        if settings is None:
+            return None
+        log = AccessLogWriter(settings)
+        self._undo.push_async_callback(asyncio.to_thread, log.close)
+        _log.info("access log in %s", settings.folder)
+        return log
 
     def _listener(self, address: Address) -> Listener:
         tls = None if address.is_unix else self._tls

@@ -9,10 +9,12 @@ from hicache.config import Config
 from hicache.errors import ConfigError
 from hicache.rpc.address import Address
 from hicache.rpc.transport import TRANSPORT_BYTES
+from hicache.runtime.accesslog.settings import LEAST_FILE, read_key
 from hicache.sidecar.certificates import read_certificates
 from hicache.sidecar.quotas import agreed_quotas
 from hicache.sidecar.settings import Settings
 from hicache.sidecar.tenants import read_tokens
+from hicache.sidecar.wiring import access_log_of
 from hicache.storage.registry import load_backend
 from hicache.storage.url import StorageUrl
 from hicache.units import format_size
@@ -60,6 +62,8 @@ def check_files(settings: Settings) -> list[str]:
     config = settings.config
     if not config.host.bytes:
         raise ConfigError("host.bytes is not set: say how much memory engines may share, such as --host 8GiB")
+    if (log := access_log_of(config)) is not None:
+        read_key(log)
     certificates = read_certificates(config.tls)
     if config.tokens.file:
         agreed_quotas(config, read_tokens(config.tokens.file).quotas)
@@ -132,6 +136,13 @@ def _check_sizes(config: Config) -> None:
         raise _Wrong("host.bytes", f"{host.bytes} hold no page of any model: a number alone is bytes, so write 64GiB")
     if host.pool_bytes > host.bytes:
         raise _Wrong("host.pool_bytes", f"{host.pool_bytes} is more than host.bytes, which is {host.bytes}")
+    log = config.access_log
+    if log.folder and not LEAST_FILE <= log.file_bytes <= log.total_bytes // 2:
+        raise _Wrong(
+            "access_log.file_bytes",
+            f"{log.file_bytes} is not between {format_size(LEAST_FILE)} and half of access_log.total_bytes, "
+            f"{format_size(log.total_bytes // 2)}",
+        )
     if not _SMALLEST_MESSAGE <= limits.message_bytes <= TRANSPORT_BYTES:
         raise _Wrong(
             "limits.message_bytes", f"{limits.message_bytes} is not between 1 MiB and {format_size(TRANSPORT_BYTES)}"

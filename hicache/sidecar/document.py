@@ -34,6 +34,7 @@ def document(service: SidecarService, caller: Caller) -> dict[str, Any]:
         publisher = service.publisher
         own |= {
             "events": asdict(service.events.statistics()),
+            "access_log": None if service.access_log is None else asdict(service.access_log.statistics()),
             "kv_events": None if publisher is None else asdict(publisher.statistics()),
             "verbs": [asdict(verb) for verb in service.verbs()],
         }

@@ -352,6 +352,14 @@ FAMILIES: Final[tuple[Family, ...]] = (
     _counter("kv_resets", "Times that routers were told everything anew", _service("kv_events.resets")),
     _counter("kv_replays", "Replays that routers asked for", _service("kv_events.replays")),
     _counter("kv_replays_cut", "Of those, not answered to the end", _service("kv_events.replays_cut")),
+    # ---- the access log: requests = written + left out + dropped, but for those that wait to be written
+    _counter(
+        "access_log_requests",
+        "Requests that are in the access log, were left out by sampling, or were lost",
+        _one_of("access_log", ("written", "left_out", "dropped")),
+        "outcome",
+    ),
+    _counter("access_log_bytes", "Bytes written to the access log", _service("access_log.bytes")),
     # ---- queues of storage work
     _gauge("queue_waiting", "Jobs that nobody has begun", _queues("waiting"), *_POOL, "queue"),
     _gauge("queue_running", "Jobs that a thread works on", _queues("running"), *_POOL, "queue"),

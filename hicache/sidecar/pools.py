@@ -10,7 +10,6 @@ import asyncio
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
 
 from hicache.config import Config
 from hicache.core.arenas import ArenaPlan
@@ -22,6 +21,7 @@ from hicache.memory.arenapool import ArenaHostPool
 from hicache.memory.budget import HostBudget
 from hicache.records import Tier
 from hicache.rpc.service import Attachment, Caller
+from hicache.runtime.accesslog.writer import AccessLogWriter
 from hicache.runtime.hosting import HostedCache, open_hosted
 from hicache.sidecar.pool import MOST_SLOTS, Key, Pool
 from hicache.sidecar.quotas import Quotas
@@ -29,9 +29,6 @@ from hicache.sidecar.waiting import Changes
 from hicache.sidecar.wiring import hosted_options
 from hicache.storage.base import StorageBackend
 from hicache.units import format_size
-
-if TYPE_CHECKING:
-    pass
 
 
 class PoolTable:
@@ -43,6 +40,7 @@ class PoolTable:
         quotas: what tenants may hold.
         publish: takes residency events of a pool.
         closed: told of each pool that was closed.
+        log: the access log of all pools, or None.
 
     Attributes:
         budget: host memory of all of them.
@@ -58,12 +56,14 @@ class PoolTable:
         quotas: Quotas,
         publish: Callable[[Pool, Iterable[Event]], None],
         closed: Callable[[Pool], None],
+        log: AccessLogWriter | None = None,
     ) -> None:
         self._config = config
         self._storage = storage
         self._quotas = quotas
         self._publish = publish
         self._closed = closed
+        self._log = log
         self._loop = asyncio.get_running_loop()
         self._pools: dict[Key, Pool] = {}
         self._making: dict[Key, asyncio.Task[Pool]] = {}
@@ -177,6 +177,8 @@ class PoolTable:
             **hosted_options(self._config),
         )
         cache.on_change = changes.notify
+        if self._log is not None:
+            cache.record_access(self._log, tenant=key[3])
         return Pool(key, host=host, words=words, cache=cache, changes=changes, ids=self._ids, huge_pages=huge_pages)
 
     def enter(self, pool: Pool, what: str) -> None:

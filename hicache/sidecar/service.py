@@ -36,6 +36,7 @@ from hicache.rpc.service import (
     Target,
     Welcome,
 )
+from hicache.runtime.accesslog.writer import AccessLogWriter
 from hicache.sidecar.diagnosis import diagnose
 from hicache.sidecar.document import document, sees_all
 from hicache.sidecar.estate import Estate, HeldPool
@@ -107,6 +108,7 @@ class SidecarService:
         storage: the store of all pools, or None; closed by whoever opened it.
         storage_name: names that store without its secrets.
         lifelines: where clients' lifelines arrive; None where no Unix socket is listened on.
+        log: the access log, or None; closed by whoever opened it.
 
     Attributes:
         boot: names this life of the service.
@@ -115,6 +117,7 @@ class SidecarService:
         leases, pins: what is held.
         events: residency changes of all pools.
         publisher: who tells routers of them, if anybody does.
+        access_log: where requests are written, or None.
         ready: whether it takes requests.
         verbs: gives the latencies of what is served; set by whoever serves it.
     """
@@ -127,6 +130,7 @@ class SidecarService:
         storage: StorageBackend | None = None,
         storage_name: str = "",
         lifelines: LifelineServer | None = None,
+        log: AccessLogWriter | None = None,
     ) -> None:
         self.loop = asyncio.get_running_loop()
         self.config = config
@@ -138,7 +142,8 @@ class SidecarService:
         self.publisher: KvPublisher | None = None
         self.quotas = quotas
         self.storage_name = storage_name
-        self.pools = PoolTable(config, storage, quotas=quotas, publish=self.publish, closed=self._pool_closed)
+        self.access_log = log
+        self.pools = PoolTable(config, storage, quotas=quotas, publish=self.publish, closed=self._pool_closed, log=log)
         self.leases = LeaseBook(
             self.loop.time,
             seconds=config.leases.seconds,
@@ -276,7 +281,8 @@ class SidecarService:
     @property
     def degraded(self) -> tuple[str, ...]:
         """Why it is not all that it should be, in words."""
-        return tuple(dict.fromkeys(text for pool in self.pools for text in pool.cache.statistics().degraded))
+        log = () if self.access_log is None else self.access_log.statistics().degraded
+        return tuple(dict.fromkeys([*log, *(text for pool in self.pools for text in pool.cache.statistics().degraded)]))
 
     def ping(self, caller: Caller) -> Ping:
         """Whether it answers."""

@@ -207,6 +207,7 @@ class SidecarSession:
         if self._ended:
             request.close(aborted=True)
             raise NotFound("lease: the session has ended")
+        request.of_session(self.welcome.session)
         lease = self._service.leases.open(place.group, place.member, request)
         slots = request.usable
         return Leased(

@@ -6,9 +6,10 @@ from typing import Any
 
 from hicache.config import Config
 from hicache.rpc.service import Limits
+from hicache.runtime.accesslog.settings import AccessLog
 from hicache.runtime.options import PrefetchTimeout
 
-__all__ = ["hosted_options", "session_limits"]
+__all__ = ["access_log_of", "hosted_options", "session_limits"]
 
 
 def session_limits(config: Config) -> Limits:
@@ -22,6 +23,27 @@ def session_limits(config: Config) -> Limits:
         quarantined_slots=leases.quarantined_slots,
         lease_seconds=leases.seconds,
         chunk_bytes=int(limits.chunk_bytes),
+    )
+
+
+def access_log_of(config: Config) -> AccessLog | None:
+    """How the access log is written; None: it is not.
+
+    Raises:
+        ConfigError: bounds that do not fit together.
+    """
+    log = config.access_log
+    if not log.folder:
+        return None
+    return AccessLog(
+        folder=log.folder,
+        file_bytes=int(log.file_bytes),
+        total_bytes=int(log.total_bytes),
+        sample=log.sample,
+        sample_by=log.sample_by,
+        sample_tokens=log.sample_tokens,
+        tenants=log.tenants,
+        key_file=log.key_file or None,
     )
 
 

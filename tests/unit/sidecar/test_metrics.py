@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import hicache
 from hicache.core.whatif import SizeGhost, WhatIf
 from hicache.rpc.latency import LatencyMeter
+from hicache.runtime.accesslog.writer import AccessLogStatistics
 from hicache.sidecar.events import EventLog
 from hicache.sidecar.kv_events import KvPublisherStatistics
 from hicache.sidecar.metrics import FAMILIES, LATENCY, Metrics, histograms, metrics_table
@@ -36,6 +37,7 @@ SERVICE = {
     ],
     "events": asdict(EventLog(buckets=1).statistics()),
     "kv_events": asdict(KvPublisherStatistics(messages=8)),
+    "access_log": asdict(AccessLogStatistics("/var/log/hicache", 9, 7, 1, 1, 0, 4096, 1, "")),
 }
 
 
