@@ -11,6 +11,8 @@ ENGINES ?= .engines
 SOURCES := hicache storage_backends connectors proto tests benchmarks
 PYTEST := HYPOTHESIS_PROFILE=$${HYPOTHESIS_PROFILE:-ci} $(BIN)/python -m pytest -q
 COVERED := --cov --cov-report= --cov-fail-under=0
+# Bytecode is kept, whatever the shell says: tests start hundreds of processes, and each would compile the project anew.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help .venv demo test lint contract unit wheel bench redis-oldest engines cases mutants soak soak-engines chaos clean
 .DEFAULT_GOAL := help
