@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from array import array
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -34,8 +35,43 @@ _WORDS = [
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, lt=1e12)]
+Milliseconds = Annotated[float, msgspec.Meta(ge=0, lt=1e15)]
 BlockIds = list[Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]]
 Ids = npt.NDArray[np.uint32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """How files are read.
+
+    Attributes:
+        skip_bad: count broken entries and go on.
+        unit: tokens that an id stands for, where the format does not tell, or otherwise than it has it by default.
+        columns: which columns of a table are what; "" for what its first line says.
+    """
+
+    skip_bad: bool = False
+    unit: int | None = None
+    columns: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Details:
+    """What some formats tell of a request besides; empty where they do not.
+
+    Attributes:
+        request, session, parent: names: its own, of what it belongs to, and of what it goes on from.
+        kind: such as "text" or "subagent".
+        turn: of its session, from 1; 0 where it is not told.
+        model: that it asks.
+    """
+
+    request: str = ""
+    session: str = ""
+    parent: str = ""
+    kind: str = ""
+    turn: int = 0
+    model: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +87,7 @@ class TraceRequest:
         output_tokens: tokens that were generated.
         scope: where ids mean the same: "" for the whole trace, else file and model.
         place: where it stands, for messages: "line 12", "request 3".
+        details: what else is known of it.
     """
 
     time: float
@@ -60,6 +97,7 @@ class TraceRequest:
     output_tokens: int
     scope: str
     place: str
+    details: Details | None = None
 
     @property
     def known_tokens(self) -> int:
@@ -72,9 +110,9 @@ class Interner:
 
     def __init__(self) -> None:
         self._next = 0
-        self._known: dict[str, dict[int, int]] = {}
+        self._known: dict[str, dict[Hashable, int]] = {}
 
-    def translate(self, scope: str, ids: list[int]) -> list[int]:
+    def translate(self, scope: str, ids: Sequence[Hashable]) -> list[int]:
         """Numbers for ids of a scope, in order.
 
         Raises:

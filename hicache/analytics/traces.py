@@ -3,43 +3,87 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Final
 
-from hicache.analytics.mooncake import MooncakeReader
-from hicache.analytics.sessions import SessionReader
+from hicache.analytics.formats.known import FORMATS, format_of
 from hicache.analytics.sources import STANDARD_INPUT, Source, check_plain, source_of
-from hicache.analytics.trace import Interner, TraceRequest
+from hicache.analytics.trace import Interner, Reading, TraceRequest
 from hicache.errors import TraceError
 
-_HEAD = 64 * 1024  # bytes that detection looks at
+WALL: Final = 1e8
+"""Seconds from which on a time is of a wall clock (in 1973): no trace counts from its own begin for three years."""
+
+_HEAD: Final = 64 * 1024  # bytes that detection looks at
+_SUFFIXES: Final = (".json", ".jsonl", ".ndjson", ".csv", ".bin", ".msgpack")
+_PACKED: Final = ("", ".gz", ".bz2", ".xz", ".zst")
 
 
-class _Reader(Protocol):
-    path: Source
-    skipped: int
-    bytes_read: int
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A point of a trace's time.
 
-    def __iter__(self) -> Iterator[TraceRequest]: ...
+    Attributes:
+        seconds: since the trace's begin, or since 1970.
+        absolute: whether it is the latter.
+    """
+
+    seconds: float
+    absolute: bool = False
 
 
-class _MakeReader(Protocol):
-    def __call__(self, path: Source, *, skip_bad: bool, interner: Interner | None) -> _Reader: ...
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opening:
+    """How traces are opened, and which part of them is read.
 
+    Attributes:
+        form: one of `FORMATS`, or "auto": look at the content.
+        skip_bad: count broken entries and go on.
+        unit: tokens that an id stands for, where formats do not tell.
+        columns: which columns of a table are what.
+        limit: requests at most.
+        since, until: requests from then on, and before then.
 
-READERS: dict[str, _MakeReader] = {"mooncake": MooncakeReader, "kv-cache-tester": SessionReader}
+    Raises:
+        TraceError: a format that is not known.
+    """
 
-_FORMATS = (
-    "mooncake (one JSON object a line, with timestamp, input_length, output_length and hash_ids) and kv-cache-tester "
-    "(one JSON document a session, with block_size and requests)"
-)
+    form: str = "auto"
+    skip_bad: bool = False
+    unit: int | None = None
+    columns: str = ""
+    limit: int | None = None
+    since: Moment | None = None
+    until: Moment | None = None
 
-# Keys are looked for anywhere in the head, so that a broken first line does not hide the format from `skip_bad`.
-_SIGNS: dict[str, Callable[[bytes], bool]] = {
-    "mooncake": lambda head: b'"timestamp"' in head and b'"input_length"' in head,
-    "kv-cache-tester": lambda head: b'"requests"' in head or b'"hash_id_scope"' in head,
-}
+    def __post_init__(self) -> None:
+        if self.form != "auto" and self.form not in FORMATS:
+            raise TraceError(f"trace format {self.form!r} is unknown; known are auto, {', '.join(FORMATS)}")
+
+    @property
+    def reading(self) -> Reading:
+        """What readers are told."""
+        return Reading(skip_bad=self.skip_bad, unit=self.unit, columns=self.columns)
+
+    def open(self, paths: Sequence[Path]) -> Trace:
+        """Open trace files without reading them through.
+
+        Args:
+            paths: files, or folders whose files of traces are meant; `-` is the standard input.
+
+        Raises:
+            TraceError: a path cannot be read, or its format is not known.
+        """
+        try:
+            if list(paths).count(STANDARD_INPUT) > 1:
+                raise TraceError("standard input: it can be read once only; name - once")
+            files = [source_of(file) for file in expand(paths)]
+            return Trace([(file, _detect(file, self.form)) for file in files], self)
+        except OSError as error:
+            raise _unreadable(error) from None
 
 
 class Trace:
@@ -48,17 +92,22 @@ class Trace:
     Attributes:
         paths: the files.
         formats: the format of each; "empty" for a file without content.
-        size: bytes of all files.
+        size: bytes of all files, as they lie there; 0 for what is piped in.
+        wall_begin: seconds since 1970 from which times of requests count, known once the first was read; None where
+            files have no wall times, whose times are as they stand there.
     """
 
-    def __init__(self, files: Sequence[tuple[Source, str]], *, skip_bad: bool) -> None:
+    def __init__(self, files: Sequence[tuple[Source, str]], opening: Opening) -> None:
         self.paths = tuple(path for path, _ in files)
         self.formats = tuple(name for _, name in files)
         self.size = sum(path.stat().st_size for path in self.paths)
-        # ids of one Mooncake file are used as they are: faster, and known from other reports about it
-        interner = None if self.formats == ("mooncake",) else Interner()
+        self.wall_begin: float | None = None
+        self._opening = opening
+        # ids of one file are used as they are: faster, and known from other reports about it
+        alone = len(self.formats) == 1 and self.formats[0] in FORMATS and FORMATS[self.formats[0]].as_is
+        interner = None if alone else Interner()
         self._readers = [
-            READERS[name](path, skip_bad=skip_bad, interner=interner) for path, name in files if name != "empty"
+            FORMATS[name].reader(path, opening.reading, interner=interner) for path, name in files if name != "empty"
         ]
 
     @property
@@ -72,40 +121,85 @@ class Trace:
         return sum(reader.bytes_read for reader in self._readers)
 
     def __iter__(self) -> Iterator[TraceRequest]:
-        """Yield requests; each file's own order is kept.
+        """Yield requests of the part that was asked for; each file's own order is kept.
 
         Raises:
-            TraceError: a broken entry, unless the trace was opened with `skip_bad`, or a file that went away.
+            TraceError: a broken entry, unless the trace was opened with `skip_bad`, a file that went away, or a moment
+                that the trace cannot tell.
         """
+        opening = self._opening
         try:
-            if len(self._readers) == 1:
-                yield from self._readers[0]
-            else:
-                yield from heapq.merge(*self._readers, key=lambda request: request.time)
+            requests = self._merged()
+            if opening.since is not None or opening.until is not None:
+                requests = self._within(requests)
+            yield from itertools.islice(requests, opening.limit)
         except OSError as error:
             raise _unreadable(error) from None
 
+    def _merged(self) -> Iterator[TraceRequest]:
+        streams = [iter(reader) for reader in self._readers]
+        firsts = [next(stream, None) for stream in streams]
+        begun = [
+            itertools.chain((first,), stream)
+            for first, stream in zip(firsts, streams, strict=True)
+            if first is not None
+        ]
+        begins = [first.time for first in firsts if first is not None]
+        if begins and min(begins) >= WALL:
+            self.wall_begin = min(begins)
+            begins = [self.wall_begin] * len(begins)
+        shifted = [
+            _shifted(stream, begin) if begin >= WALL else stream for stream, begin in zip(begun, begins, strict=True)
+        ]
+        if len(shifted) == 1:
+            return shifted[0]
+        return heapq.merge(*shifted, key=lambda request: request.time)
 
-def open_trace(paths: Sequence[Path], *, form: str = "auto", skip_bad: bool = False) -> Trace:
-    """Open trace files without reading them through.
+    def _within(self, requests: Iterator[TraceRequest]) -> Iterator[TraceRequest]:
+        first = next(requests, None)
+        if first is None:
+            return
+        since = self._bound("--since", self._opening.since, first.time, float("-inf"))
+        until = self._bound("--until", self._opening.until, first.time, float("inf"))
+        for request in itertools.chain((first,), requests):
+            if since <= request.time < until:
+                yield request
 
-    Args:
-        paths: files, or folders whose `*.json` and `*.jsonl` files are meant; `-` is the standard input.
-        form: one of `READERS`, or "auto": look at the content.
-        skip_bad: count broken entries and go on.
+    def _bound(self, option: str, moment: Moment | None, begin: float, otherwise: float) -> float:
+        if moment is None:
+            return otherwise
+        if not moment.absolute:
+            return begin + moment.seconds
+        if self.wall_begin is None:
+            raise TraceError(
+                f"{option}: {', '.join(map(str, self.paths)):.200} has no times of a wall clock; give seconds from its "
+                "begin"
+            )
+        return moment.seconds - self.wall_begin
+
+
+def _shifted(requests: Iterator[TraceRequest], begin: float) -> Iterator[TraceRequest]:
+    """The same, with times from a begin on; what is before that comes at it."""
+    for request in requests:
+        yield TraceRequest(
+            max(request.time - begin, 0.0),
+            request.ids,
+            request.unit,
+            request.input_tokens,
+            request.output_tokens,
+            request.scope,
+            request.place,
+            request.details,
+        )
+
+
+def open_trace(paths: Sequence[Path], *, form: str = "auto", skip_bad: bool = False, unit: int | None = None) -> Trace:
+    """Open trace files to read all of them; see `Opening`.
 
     Raises:
         TraceError: a path cannot be read, or its format is not known.
     """
-    if form != "auto" and form not in READERS:
-        raise TraceError(f"trace format {form!r} is unknown; known are auto, {', '.join(READERS)}")
-    try:
-        if list(paths).count(STANDARD_INPUT) > 1:
-            raise TraceError("standard input: it can be read once only; name - once")
-        files = [source_of(file) for file in expand(paths)]
-        return Trace([(file, _detect(file, form)) for file in files], skip_bad=skip_bad)
-    except OSError as error:
-        raise _unreadable(error) from None
+    return Opening(form=form, skip_bad=skip_bad, unit=unit).open(paths)
 
 
 def expand(paths: Sequence[Path]) -> list[Path]:
@@ -123,10 +217,15 @@ def expand(paths: Sequence[Path]) -> list[Path]:
 def _expand(path: Path) -> list[Path]:
     if path == STANDARD_INPUT or not path.is_dir():
         return [path]
-    files = sorted(file for file in path.iterdir() if file.suffix in (".json", ".jsonl"))
+    files = sorted(file for file in path.iterdir() if _is_trace(file))
     if not files:
         raise TraceError(f"{path}: a folder without .json or .jsonl files; name a trace or a folder of traces")
     return files
+
+
+def _is_trace(file: Path) -> bool:
+    name = file.name.lower()
+    return any(name.endswith(suffix + packed) for suffix in _SUFFIXES for packed in _PACKED)
 
 
 def _detect(path: Source, form: str) -> str:
@@ -137,10 +236,11 @@ def _detect(path: Source, form: str) -> str:
     check_plain(path, head)
     if form != "auto":
         return form
-    for name, matches in _SIGNS.items():
-        if matches(head):
-            return name
-    raise TraceError(f"{path}: this is no trace that is known here; known formats are {_FORMATS}")
+    found = format_of(head)
+    if found is None:
+        known = "; ".join(f"{name} ({each.what})" for name, each in FORMATS.items())
+        raise TraceError(f"{path}: this is no trace that is known here; known formats are {known}")
+    return found
 
 
 def _unreadable(error: OSError) -> TraceError:

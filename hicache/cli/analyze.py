@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hicache.cli.fitting import print_fitted
 from hicache.cli.output import print_json, progress, warn
-from hicache.cli.values import choice, number, requests, stop_on_interrupt, whole, whole_list
+from hicache.cli.trace_options import add_trace_arguments, add_trace_paths, opening
+from hicache.cli.values import number, stop_on_interrupt, whole, whole_list
 from hicache.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -16,13 +16,12 @@ if TYPE_CHECKING:
 
 HELP = "tell what a request trace could hit: ideal rates, reuse, memory needed, prefixes, sessions"
 
-FORMATS = ("auto", "mooncake", "kv-cache-tester")
 MOST_PAGES = 2**40
 MOST_ROWS = 10_000
 
 _EPILOG = """\
-A page is one id of the trace (512 tokens in Mooncake's, 64 in kv-cache-tester's). Several traces are analysed as one
-population, merged by time; with --each also one by one.
+A page is one id of the trace (512 tokens in Mooncake's, 16 in Bailian's, 64 in kv-cache-tester's). Several traces are
+analysed as one population, merged by time; with --each also one by one.
 
   hicache analyze benchmarks/traces/conversation_1000.jsonl --token-bytes 128KiB
   hicache analyze sessions/ --each --json > analysis.json
@@ -33,19 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options."""
     parser.epilog = _EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument(
-        "trace", nargs="+", type=Path, metavar="TRACE", help="traces: files, folders, or - for what is piped in"
-    )
-    parser.add_argument(
-        "--format",
-        default="auto",
-        metavar="|".join(FORMATS),
-        help="of the traces (default: auto, which looks at their content)",
-    )
+    add_trace_paths(parser)
+    add_trace_arguments(parser)
     parser.add_argument(
         "--each", action="store_true", help="tell of each file too, and of all of them as one population"
     )
-    parser.add_argument("--requests", metavar="N", help="read N requests at most (default: all)")
     parser.add_argument(
         "--sizes", metavar="PAGES,...", help="cache sizes of the miss-ratio curve (default: 20 on a logarithmic scale)"
     )
@@ -67,7 +58,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--top", default="10", metavar="N", help="hottest prefixes that are shown (default: 10)")
     parser.add_argument("--spans", default="12", metavar="N", help="parts of the trace's time (default: 12)")
-    parser.add_argument("--skip-bad", action="store_true", help="count broken entries of the trace and go on")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
 
@@ -75,11 +65,11 @@ def run(options: argparse.Namespace) -> int:
     """Analyse, print, and return the exit code."""
     from hicache.analytics.analysis.report import analyze
     from hicache.analytics.sources import STANDARD_INPUT
-    from hicache.analytics.traces import expand, open_trace
+    from hicache.analytics.traces import expand
     from hicache.cli.analyze_tables import each_table, tables
     from hicache.cli.main import EXIT_FINE, EXIT_INTERRUPTED
 
-    wanted = read_options(options)
+    wanted, way = read_options(options), opening(options)
     token_bytes = _token_bytes(options.token_bytes)
     files = expand(options.trace)
     if options.each and STANDARD_INPUT in files:
@@ -89,8 +79,7 @@ def run(options: argparse.Namespace) -> int:
     found: list[Analysis] = []
     with stop_on_interrupt() as stop, progress("analyze") as show:
         for name, paths in (*whole_of, *parts):
-            trace = open_trace(paths, form=options.format, skip_bad=options.skip_bad)
-            found.append(analyze(trace, wanted, name=name, progress=show, stopped=stop.is_set))
+            found.append(analyze(way.open(paths), wanted, name=name, progress=show, stopped=stop.is_set))
             if found[-1].interrupted:
                 break
     together, *each = found
@@ -115,9 +104,7 @@ def read_options(options: argparse.Namespace) -> AnalyzeOptions:
     from hicache.analytics.analysis.ideal import PAGE_SIZES
     from hicache.analytics.analysis.report import AnalyzeOptions
 
-    choice("--format", options.format, FORMATS)
     return AnalyzeOptions(
-        requests=None if options.requests is None else requests(options.requests),
         sample=_sample(options.sample),
         sizes=() if options.sizes is None else whole_list("--sizes", options.sizes, least=1, most=MOST_PAGES),
         page_sizes=PAGE_SIZES

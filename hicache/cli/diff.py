@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from hicache.cli.fitting import print_fitted
 from hicache.cli.output import Table, print_json, progress, say
-from hicache.cli.values import choice, whole
+from hicache.cli.trace_options import add_trace_arguments, opening
+from hicache.cli.values import whole
 from hicache.errors import ConfigError, InvalidInput
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
 HELP = "say what changed between two reports, two traces, or two parts of a trace's time"
 
-FORMATS = ("auto", "mooncake", "kv-cache-tester")
 MOST_REPORT: Final = 256 * 2**20
 """Bytes of the largest report that is read."""
 
@@ -44,13 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options."""
     parser.epilog = _EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("a", metavar="A", help="a report or a trace")
+    parser.add_argument("a", metavar="A", help="a report or a trace; - is a trace that is piped in")
     parser.add_argument("b", nargs="?", metavar="B", help="another one")
     parser.add_argument("--span", action="append", metavar="BEGIN..END", help="a part of A's time; twice, without B")
-    parser.add_argument(
-        "--format", default="auto", metavar="|".join(FORMATS), help="of traces (default: auto, by their content)"
-    )
-    parser.add_argument("--skip-bad", action="store_true", help="pass over broken entries of traces")
+    add_trace_arguments(parser)
     parser.add_argument("--top", default="30", metavar="N", help="changes that are shown (default: 30)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
@@ -60,7 +57,6 @@ def run(options: argparse.Namespace) -> int:
     from hicache.analytics.compare.documents import compare
     from hicache.cli.main import EXIT_FINE
 
-    choice("--format", options.format, FORMATS)
     top = whole("--top", options.top)
     if top < 0:
         raise ConfigError(f"--top {top}: cannot be negative")
@@ -88,8 +84,10 @@ def _read(options: argparse.Namespace) -> tuple[tuple[str, str], tuple[dict[str,
     if options.span is not None:
         if options.b is not None or len(options.span) != 2:
             raise ConfigError("--span: give it twice, with one trace, as in --span 0..600 --span 600..1200")
+        if options.a == "-":
+            raise ConfigError("--span: standard input can be read only once; save it to a file and name that")
         spans = [Part((Path(options.a),), *_span(text)) for text in options.span]
-        shared = overlap(spans, form=options.format, skip_bad=options.skip_bad)
+        shared = overlap(spans, opening(options))
         return (spans[0].name, spans[1].name), _analysed(options, spans), shared
     if options.b is None:
         raise ConfigError("compare with what? give a second report or trace, or two --span of this one")
@@ -109,9 +107,7 @@ def _analysed(options: argparse.Namespace, parts: list[Part]) -> tuple[dict[str,
     from hicache.analytics.compare.spans import analyze_parts
 
     with progress("diff") as show:
-        first, second = analyze_parts(
-            parts, AnalyzeOptions(), form=options.format, skip_bad=options.skip_bad, progress=show
-        )
+        first, second = analyze_parts(parts, AnalyzeOptions(), opening(options), progress=show)
     return first.document(), second.document()
 
 
@@ -133,7 +129,7 @@ def read_report(path: Path) -> dict[str, Any] | None:
         InvalidInput: it cannot be read, or holds what is no number.
     """
     try:
-        if path.is_dir() or path.stat().st_size > MOST_REPORT:
+        if str(path) == "-" or path.is_dir() or path.stat().st_size > MOST_REPORT:
             return None
         with path.open("rb") as file:
             if not file.read(4096).lstrip().startswith(b"{"):

@@ -8,10 +8,10 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hicache.cli.output import Table, print_json, print_table, progress, warn
+from hicache.cli.trace_options import add_trace_arguments, add_trace_paths, opening
 from hicache.cli.values import choice, requests, stop_on_interrupt, whole
 from hicache.errors import ConfigError
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 HELP = "drive the cache from a request trace, with every returned byte checked, or repeat a flight recording"
 
-FORMATS = ("auto", "mooncake", "kv-cache-tester")
 EVICTION = ("lru", "lfu", "slru", "priority")
 WRITE_POLICIES = ("write_through", "write_through_selective", "write_back")
 PREFETCH = ("best_effort", "timeout", "wait_complete")
@@ -32,19 +31,8 @@ MOST_PAGE_TOKENS = 32_768  # their bytes have to fit into the header of a stored
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options; sizes: a plain number is pages, a number with a unit (64MiB, 2GiB) is bytes."""
-    parser.add_argument(
-        "trace",
-        nargs="+",
-        type=Path,
-        metavar="TRACE",
-        help="traces: files, folders, or - for what is piped in; or a recording",
-    )
-    parser.add_argument(
-        "--format",
-        default="auto",
-        metavar="|".join(FORMATS),
-        help="of the traces (default: auto, which looks at their content)",
-    )
+    add_trace_paths(parser, more="; or a recording")
+    add_trace_arguments(parser)
     parser.add_argument(
         "--device", default="10000", metavar="SIZE", help='pages, bytes with a unit, or "unlimited" (default: 10000)'
     )
@@ -86,26 +74,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TOKENS_PER_SECOND",
         help="what the engine computes: bring up only what pays, and report modelled times (default: bring up all)",
     )
-    parser.add_argument("--requests", metavar="N", help="stop after N requests (default: the whole trace)")
     parser.add_argument(
         "--speed", default="max", metavar="max|real|FACTOR", help="as the tiers keep up, as recorded, or times FACTOR"
     )
     parser.add_argument("--seed", default="0", metavar="N", help="another seed is other content (default: 0)")
-    parser.add_argument("--skip-bad", action="store_true", help="count broken entries of the trace and go on")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
 
 def run(options: argparse.Namespace) -> int:
     """Replay, print, and return the exit code."""
     from hicache.analytics.run import replay
-    from hicache.analytics.traces import open_trace
     from hicache.cli import recordings
     from hicache.cli.main import EXIT_FINE, EXIT_INTERRUPTED, EXIT_USAGE, EXIT_WRONG
 
     if recorded := recordings.find(options, _defaults()):
         return recordings.run(recorded, as_json=options.json)
     wanted = read_options(options)
-    trace = open_trace(options.trace, form=options.format, skip_bad=options.skip_bad)
+    trace = opening(options).open(options.trace)
     with stop_on_interrupt() as stop, progress("replay") as show:
         result = replay(trace, wanted, stop=stop, progress=show)
     if options.json:
@@ -142,7 +127,6 @@ def read_options(options: argparse.Namespace) -> ReplayOptions:
     choice("--eviction", options.eviction, EVICTION)
     choice("--write-policy", options.write_policy, WRITE_POLICIES)
     choice("--prefetch", options.prefetch, PREFETCH)
-    choice("--format", options.format, FORMATS)
     page_bytes = parse_bytes(options.page_bytes, option="--page-bytes", most=MOST_PAGE_BYTES)
     unlimited = options.device == "unlimited"
     return ReplayOptions(
@@ -157,7 +141,7 @@ def read_options(options: argparse.Namespace) -> ReplayOptions:
         write_policy=options.write_policy,
         prefetch=options.prefetch,
         prefill_rate=parse_rate(options.prefill_rate),
-        requests=None if options.requests is None else requests(options.requests),
+        requests=None if options.limit is None else requests(options.limit),
         speed=_speed(options.speed),
         seed=whole("--seed", options.seed),
     )

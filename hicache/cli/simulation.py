@@ -8,7 +8,8 @@ import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from hicache.cli.values import choice, number, requests, whole
+from hicache.cli.trace_options import add_trace_arguments, add_trace_paths, opening
+from hicache.cli.values import choice, number, whole
 from hicache.errors import ConfigError
 from hicache.units import format_size, parse_size
 
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from hicache.analytics.analysis.columns import Columns
     from hicache.analytics.simulate.settings import Costs
 
-FORMATS: Final = ("auto", "mooncake", "kv-cache-tester")
 EVICTION: Final = ("lru", "lfu", "slru", "priority")
 WRITE_POLICIES: Final = ("write_through", "write_through_selective", "write_back")
 PREFETCH: Final = ("best_effort", "timeout", "wait_complete")
@@ -70,20 +70,14 @@ _COST_WORDS: Final = {
 
 def add_simulation_arguments(parser: argparse.ArgumentParser, *, several: bool) -> None:
     """The options; with `several` each setting takes values with commas between them."""
-    parser.add_argument(
-        "trace", nargs="+", type=Path, metavar="TRACE", help="traces: files, folders, or - for what is piped in"
-    )
+    add_trace_paths(parser)
     parser.add_argument("--config", type=Path, metavar="FILE", help="settings in TOML by these options' names, with _")
     more = ",..." if several else ""
     for name, metavar, text, default in _SETTINGS:
         parser.add_argument(f"--{name.replace('_', '-')}", metavar=metavar + more, help=f"{text} (default: {default})")
     for name, metavar, text in _COSTS:
         parser.add_argument(f"--{name.replace('_', '-')}", metavar=metavar, help=text)
-    parser.add_argument(
-        "--format", default="auto", metavar="|".join(FORMATS), help="of the traces (default: auto, by their content)"
-    )
-    parser.add_argument("--requests", metavar="N", help="simulate N requests at most (default: all)")
-    parser.add_argument("--skip-bad", action="store_true", help="count broken entries of the trace and go on")
+    add_trace_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
 
@@ -93,16 +87,11 @@ def read_trace(options: argparse.Namespace) -> Columns:
     Raises:
         TraceError: it cannot be read.
     """
-    import itertools
-
     from hicache.analytics.analysis.columns import read_columns
-    from hicache.analytics.traces import open_trace
     from hicache.cli.output import warn
 
-    choice("--format", options.format, FORMATS)
-    most = None if options.requests is None else requests(options.requests)
-    trace = open_trace(options.trace, form=options.format, skip_bad=options.skip_bad)
-    columns = read_columns(itertools.islice(trace, most))
+    trace = opening(options).open(options.trace)
+    columns = read_columns(trace)
     if trace.skipped:
         warn(f"{trace.skipped:,} broken entries of the trace were skipped")
     if not columns.requests:

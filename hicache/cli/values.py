@@ -38,16 +38,16 @@ def whole(option: str, text: str) -> int:
 
 
 def requests(text: str) -> int:
-    """The value of `--requests`.
+    """The value of `--limit`.
 
     Raises:
         ConfigError: no number of requests.
     """
-    number = whole("--requests", text)
+    number = whole("--limit", text)
     if number < 0:
-        raise ConfigError(f"--requests {number}: cannot be negative; leave it out for the whole trace")
+        raise ConfigError(f"--limit {number}: cannot be negative; leave it out for the whole trace")
     if number > MOST_REQUESTS:
-        raise ConfigError(f"--requests {number:.3g}: more than any trace has; leave it out for the whole trace")
+        raise ConfigError(f"--limit {number:.3g}: more than any trace has; leave it out for the whole trace")
     return number
 
 

@@ -99,8 +99,8 @@ def test_each_file_and_all_as_one(tmp_path: Path, capsys: pytest.CaptureFixture[
         (["--spans", "0"], "--spans 0: must be 1 to"),
         (["--token-bytes", "0"], "--token-bytes 0: a token has at least one byte"),
         (["--token-bytes", "much"], "--token-bytes much"),
-        (["--requests", "-1"], "--requests -1: cannot be negative"),
-        (["--format", "csv"], "--format csv: use one of auto"),
+        (["--requests", "-1"], "--limit -1: cannot be negative"),
+        (["--format", "parquet"], "--format parquet: use one of auto"),
     ],
 )
 def test_bad_options_are_one_line(

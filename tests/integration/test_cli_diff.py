@@ -96,7 +96,7 @@ def test_two_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["{folder}/deep", "{folder}/r"], "nested too deeply"),
         (["{folder}/pickle", "{folder}/t"], "no trace that is known"),
         (["{folder}/t", "{folder}/t", "--top", "-1"], "cannot be negative"),
-        (["{folder}/t", "{folder}/t", "--format", "csv"], "use one of"),
+        (["{folder}/t", "{folder}/t", "--format", "parquet"], "use one of"),
     ],
     ids=str,
 )

@@ -161,7 +161,7 @@ BAD_OPTIONS = {
     "absurd host": (["--host", "9999EiB", "--page-bytes", "4096"], "--host"),
     "device size is no size": (["--device", "lots"], "--device lots: is not a number with a unit"),
     "unlimited host": (["--host", "unlimited"], "--host unlimited: only --device"),
-    "requests are no number": (["--requests", "ten"], "--requests ten: is not a whole number"),
+    "requests are no number": (["--requests", "ten"], "--limit ten: is not a whole number"),
     "seed is no number": (["--seed", "1.5"], "--seed 1.5: is not a whole number"),
     "storage room for less than a page": (
         ["--storage", "memory://?capacity=1000", "--host", "10", "--page-bytes", "4096", "--device", "10"],
@@ -182,11 +182,11 @@ BAD_OPTIONS = {
     "unknown eviction": (["--eviction", "random"], "--eviction random: use one of lru, lfu, slru, priority"),
     "unknown write policy": (["--write-policy", "sometimes"], "--write-policy sometimes: use one of"),
     "unknown prefetch": (["--prefetch", "maybe"], "--prefetch maybe: use one of"),
-    "negative requests": (["--requests", "-3"], "--requests -3"),
-    "absurd requests": (["--requests", "1" + "0" * 30], "--requests 1e+30"),
+    "negative requests": (["--requests", "-3"], "--limit -3"),
+    "absurd requests": (["--requests", "1" + "0" * 30], "--limit 1e+30"),
     "speed 0": (["--speed", "0"], "--speed 0"),
     "speed is NaN": (["--speed", "nan"], "--speed nan"),
-    "unknown format": (["--format", "csv"], "--format csv: use one of"),
+    "unknown format": (["--format", "parquet"], "--format parquet: use one of"),
     "storage without host": (["--storage", "memory://", "--page-bytes", "4096"], "--host"),
     "storage without bytes": (["--storage", "memory://", "--host", "10"], "--page-bytes"),
     "unknown scheme": (

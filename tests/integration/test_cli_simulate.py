@@ -104,7 +104,7 @@ def test_files_that_are_wrong(
         (["--device-link", "0"], "--device-link 0: must be above 0"),
         (["--speed", "inf"], "--speed inf: is not a number above 0"),
         (["--config", "/away.toml"], "--config /away.toml: No such file"),
-        (["--format", "csv"], "--format csv: use one of"),
+        (["--format", "parquet"], "--format parquet: use one of"),
     ],
 )
 def test_bad_options_are_one_line(
@@ -146,9 +146,9 @@ def test_a_sweep_shows_what_differs(small_trace: Path, tmp_path: Path, capsys: p
 
 
 def test_choices_are_those_of_the_library() -> None:
+    from hicache.analytics.formats.known import FORMATS
     from hicache.analytics.simulate.settings import ROUTING
-    from hicache.analytics.traces import READERS
-    from hicache.cli import analyze, simulation
+    from hicache.cli import simulation, trace_options
     from hicache.core.config import WRITE_POLICIES
     from hicache.core.eviction import POLICIES
     from hicache.runtime.options import PREFETCH_MODES
@@ -157,7 +157,7 @@ def test_choices_are_those_of_the_library() -> None:
     assert set(simulation.WRITE_POLICIES) == set(WRITE_POLICIES)
     assert simulation.PREFETCH == PREFETCH_MODES
     assert simulation.ROUTING == ROUTING
-    assert set(simulation.FORMATS) == set(analyze.FORMATS) == {"auto", *READERS}
+    assert set(trace_options.FORMATS) == {"auto", *FORMATS}
 
 
 def test_an_interrupted_sweep_keeps_what_is_done_and_goes_on(small_trace: Path, tmp_path: Path) -> None:

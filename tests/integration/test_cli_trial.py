@@ -80,8 +80,8 @@ def test_pipes_by_name_are_refused_with_what_to_do(tmp_path: Path, small_trace: 
 def test_wrapped_traces_say_how_to_unwrap_them(tmp_path: Path, small_trace: Path) -> None:
     text = small_trace.read_bytes()[:20_000]
     for content, words in (
-        (gzip.compress(text), "compressed with gzip; unpack it: gzip -dc FILE | hicache replay -"),
-        (b"\x28\xb5\x2f\xfd" + bytes(9), "compressed with zstd"),
+        (gzip.compress(gzip.compress(text)), "compressed again; unpack it once"),
+        (b"PK\x03\x04" + bytes(9), "a zip archive; unpack it"),
         (b"\xef\xbb\xbf" + text, "byte order mark; save it as UTF-8 without one"),
         (text.decode().encode("utf-16"), "UTF-16 text; save it as UTF-8"),
     ):
@@ -112,12 +112,11 @@ def test_usage_errors_name_the_option_and_the_value(arguments: list[str], words:
 
 def test_help_shows_the_choices() -> None:
     text = hicache("replay", "--help").stdout
-    for choices in ("lru|lfu|slru|priority", "write_through|write_through_selective|write_back", "auto|mooncake"):
-        assert choices in text
+    for choices in ("lru|lfu|slru|priority", "write_through|write_through_selective|write_back", "auto, mooncake"):
+        assert choices in " ".join(text.split())
 
 
 def test_choices_of_the_command_are_those_of_the_library() -> None:
-    from hicache.analytics.traces import READERS
     from hicache.cli import replay
     from hicache.core.config import WRITE_POLICIES
     from hicache.core.eviction import POLICIES
@@ -126,7 +125,6 @@ def test_choices_of_the_command_are_those_of_the_library() -> None:
     assert set(replay.EVICTION) <= set(POLICIES)  # there may be some of somebody's own
     assert set(replay.WRITE_POLICIES) == set(WRITE_POLICIES)
     assert set(replay.PREFETCH) == set(PREFETCH_MODES)
-    assert set(replay.FORMATS) == {"auto", *READERS}
 
 
 def test_a_device_smaller_than_one_prompt_is_said_and_counted(small_trace: Path) -> None:

@@ -140,7 +140,7 @@ def _check_room(references: int) -> None:
     try:
         check_memory(references * BYTES_A_REFERENCE, f"an analysis of {references:,} pages asked")
     except ConfigError as error:
-        raise TraceError(f"{error}; or analyse a part: --requests N") from None
+        raise TraceError(f"{error}; or analyse a part: --limit N") from None
 
 
 def _pages(ids: npt.NDArray[np.uint32], start: Ints) -> tuple[Ints, Ints, Ints]:

@@ -14,7 +14,7 @@ from hicache.analytics.analysis.columns import read_columns
 from hicache.analytics.analysis.report import Analysis, AnalyzeOptions, analyze
 from hicache.analytics.result import rate
 from hicache.analytics.trace import TraceRequest
-from hicache.analytics.traces import Trace, open_trace
+from hicache.analytics.traces import Opening, Trace
 
 __all__ = ["Overlap", "Part", "analyze_parts", "overlap"]
 
@@ -43,9 +43,9 @@ class Part:
         """Whether it is the whole trace."""
         return (self.begin, self.end) == (0.0, inf)
 
-    def open(self, *, form: str, skip_bad: bool) -> Trace:
+    def open(self, opening: Opening) -> Trace:
         """The trace; of a part, its requests are left out that are not in it."""
-        trace = open_trace(self.paths, form=form, skip_bad=skip_bad)
+        trace = opening.open(self.paths)
         return trace if self.is_whole else cast("Trace", _Within(trace, self))
 
     def holds(self, time: float) -> bool:
@@ -87,9 +87,8 @@ class Overlap:
 def analyze_parts(
     parts: Sequence[Part],
     options: AnalyzeOptions,
+    opening: Opening,
     *,
-    form: str,
-    skip_bad: bool,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Analysis, Analysis]:
     """Analyse two parts; the curve of the second has the sizes of the first, so that they can be compared.
@@ -97,18 +96,18 @@ def analyze_parts(
     Raises:
         TraceError: a trace that cannot be read.
     """
-    first = _analysis(parts[0], options, form, skip_bad, progress)
+    first = _analysis(parts[0], options, opening, progress)
     sizes = options.sizes or tuple(point.pages for point in first.curve.points)
-    return first, _analysis(parts[1], replace(options, sizes=sizes), form, skip_bad, progress)
+    return first, _analysis(parts[1], replace(options, sizes=sizes), opening, progress)
 
 
 def _analysis(
-    part: Part, options: AnalyzeOptions, form: str, skip_bad: bool, progress: Callable[[int, int], None] | None
+    part: Part, options: AnalyzeOptions, opening: Opening, progress: Callable[[int, int], None] | None
 ) -> Analysis:
-    return analyze(part.open(form=form, skip_bad=skip_bad), options, name=part.name, progress=progress)
+    return analyze(part.open(opening), options, name=part.name, progress=progress)
 
 
-def overlap(parts: Sequence[Part], *, form: str, skip_bad: bool) -> Overlap:
+def overlap(parts: Sequence[Part], opening: Opening) -> Overlap:
     """What two parts of the same trace share. Pages of different traces have names of their own.
 
     Raises:
@@ -117,7 +116,7 @@ def overlap(parts: Sequence[Part], *, form: str, skip_bad: bool) -> Overlap:
     requests = [
         (number, request)
         for number, part in enumerate(parts)
-        for request in open_trace(part.paths, form=form, skip_bad=skip_bad)
+        for request in opening.open(part.paths)
         if part.holds(request.time)
     ]
     columns = read_columns(request for _, request in requests)

@@ -194,5 +194,5 @@ def test_sessions_are_one_population_or_one_by_one(large_traces: Path) -> None:
 
 def test_a_trace_that_does_not_fit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hicache.analytics.analysis.columns.BYTES_A_REFERENCE", 2**60)
-    with pytest.raises(TraceError, match=r"an analysis of 1 pages asked .* or analyse a part: --requests N"):
+    with pytest.raises(TraceError, match=r"an analysis of 1 pages asked .* or analyse a part: --limit N"):
         analysed(mooncake(tmp_path / "t.jsonl", [(0, 512, [1])]))
