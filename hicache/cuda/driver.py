@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Protocol, TypeAlias
 
+from hicache.errors import HicacheError
+
 __all__ = [
     "OUT_OF_MEMORY",
     "CudaDriver",
@@ -32,8 +34,8 @@ Priority: TypeAlias = Literal["high", "low"]
 OUT_OF_MEMORY: Final = "cudaErrorMemoryAllocation"
 
 
-class CudaError(Exception):
-    """A call of CUDA that failed. It stays inside `hicache.cuda`, whose pools say in their own words what it means.
+class CudaError(HicacheError):
+    """A call of CUDA that failed; of a copy it is a result of its pages instead.
 
     Attributes:
         call: what was called.

@@ -63,6 +63,15 @@ class RankPages:
         self._aligned = not any(number % _WORD for number in (page_bytes, *offsets))
         self.writes = any(memory.writes for memory in memories)
 
+    @property
+    def memories(self) -> tuple[RankMemory, ...]:
+        """The arenas, for those who copy without this.
+
+        Raises:
+            CacheClosed: closed.
+        """
+        return self._open()
+
     def page(self, slot: int) -> Bytes:
         """One page as it lies in shared memory, (page_bytes,): writable where the mapping is; not a copy.
 

@@ -15,7 +15,7 @@ from hicache.errors import GeometryError
 from hicache.memory.base import Bytes
 from hicache.memory.layout import PageLayout, layout_axes
 
-__all__ = ["check_apart", "device_view", "view_bytes"]
+__all__ = ["check_apart", "device_view", "overlaps_itself", "view_bytes"]
 
 _MOST_WORK: Final[Any] = 1_000_000  # steps of the search for a common byte, then one is assumed; most need a handful
 
@@ -36,7 +36,7 @@ def view_bytes(tensor: Any, *, where: str, page: PageLayout) -> tuple[Bytes, int
     _check_dtype(name, itemsize, where, page)
     if not array.flags.writeable:
         raise GeometryError(f"{where} is read-only: give writable memory")
-    if _overlaps_itself(array):
+    if overlaps_itself(array):
         raise GeometryError(f"{where} is expanded or cut so that its elements share memory: give a tensor of its own")
     return array, itemsize
 
@@ -69,7 +69,7 @@ def _bounds(array: Bytes) -> tuple[int, int]:
     return start + sum(step for step in steps if step < 0), start + sum(step for step in steps if step > 0) + 1
 
 
-def _overlaps_itself(array: Bytes) -> bool:
+def overlaps_itself(array: Bytes) -> bool:
     """Whether an element may lie in another's bytes: ordered by stride, each axis must step over all before it."""
     if not array.size:
         return False

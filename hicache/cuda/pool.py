@@ -1,0 +1,425 @@
+"""Device pools in the memory of a GPU: over an engine's own tensors, or allocated here."""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from hicache.core.arenas import ArenaPlan
+from hicache.core.layout import KVGeometry
+from hicache.cuda.driver import OUT_OF_MEMORY, CudaDriver, CudaError, Event, Stream
+from hicache.cuda.events import CudaEvent
+from hicache.cuda.executors import PlainExecutor
+from hicache.cuda.options import CudaOptions
+from hicache.cuda.pinned import PinnedHostPool, host_parts
+from hicache.cuda.regions import Region, TensorMemory, regions_of
+from hicache.cuda.runs import HostPart, PageRuns
+from hicache.cuda.tensors import as_tensors, check_device, device_of, regions_checked
+from hicache.errors import CacheClosed, ConfigError, GeometryError
+from hicache.memory.base import POISON, Bytes, CopyEngine, DevicePool, HostPool, Slots
+from hicache.memory.layout import LAYOUTS, PageLayout
+from hicache.units import format_size, whole_number
+
+if TYPE_CHECKING:
+    from hicache.cuda.engine import CudaCopyEngine
+
+__all__ = ["CudaDevicePool"]
+
+_FIRST: Final[Slots] = np.zeros(1, np.int64)
+
+
+class CudaDevicePool(DevicePool):
+    """A device pool in the memory of one GPU. Make it with `attach` or `allocate`.
+
+    Its slots are read and written by whoever may, on the engine's stream; copies wait for that stream and it for them
+    where one needs the other. `commit` needs an event: `record()` makes one behind what the engine has begun.
+
+    Args:
+        regions: where pages lie.
+        page: sizes of a page.
+        layout: by its name, for messages.
+        driver: of the device.
+        stream: on which the engine computes; None is the calling thread's current one.
+        options: how pages are copied.
+        keep: kept alive until `close`.
+        owned: address of memory to be given back by `close`; 0 where it is another's.
+
+    Attributes:
+        page, layout, driver, options: as given.
+        device: number of the GPU.
+    """
+
+    synchronous = False
+
+    def __init__(
+        self,
+        regions: list[Region],
+        *,
+        page: PageLayout,
+        layout: str,
+        driver: CudaDriver,
+        stream: Any = None,
+        options: CudaOptions,
+        keep: object = None,
+        owned: int = 0,
+    ) -> None:
+        self.page = page
+        self.layout = layout
+        self.driver = driver
+        self.device = driver.device
+        self.options = options
+        self.page_bytes = page.page_bytes
+        self.layers = page.layers
+        self.slots: int = regions[0].slots
+        self._regions = regions
+        self._streams: list[Stream] = [_stream_of(driver, stream)]
+        self._keep = keep
+        self._owned = owned
+        self._closed = False
+        self._lock = threading.Lock()
+        self._own = driver.stream()
+        self._plain = PlainExecutor(driver)
+        self._runs: dict[tuple[HostPart, ...], PageRuns] = {}
+        self._uses: dict[int, Event] = {}
+
+    @classmethod
+    def attach(
+        cls,
+        tensors: Any,
+        geometry: KVGeometry,
+        *,
+        page_size: int,
+        layout: str,
+        stream: Any = None,
+        options: CudaOptions = CudaOptions(),
+        driver: CudaDriver | None = None,
+    ) -> CudaDevicePool:
+        """A pool over an engine's own tensors on a GPU, which are used where they are: nothing is copied or allocated.
+
+        Args:
+            tensors: torch tensors on CUDA, or arrays with `__cuda_array_interface__`, all on one device: one for all
+                layers, or a list in the order that the layout says.
+            geometry: what they hold; the same as the namespace's.
+            page_size: tokens a page; the same as the namespace's.
+            layout: a key of `hicache.cuda.regions.DEVICE_LAYOUTS`, which name the order of the axes.
+            stream: on which the engine computes: a stream of torch or cupy, or a handle; None is the current one of
+                the calling thread. `computes_on` adds others.
+            options: how pages are copied.
+            driver: of the device; None opens it through cupy.
+
+        Returns:
+            The pool, for `hicache.open(namespace, device=pool, ...)`. It keeps the tensors alive until `close`, and
+            they stay the engine's: never freed, never resized.
+
+        Raises:
+            GeometryError: an unknown layout, tensors of several devices, or one of a wrong shape, dtype or stride.
+            ConfigError: no cupy, no driver, one that is too old, or no such device.
+        """
+        page = PageLayout.of(geometry, page_size)
+        found, one = as_tensors(tensors, page)
+        if driver is None:
+            driver = _open(device_of(tensors))
+        check_device(found, driver)
+        regions = regions_checked(found, page, layout, one=one)
+        return cls(regions, page=page, layout=layout, driver=driver, stream=stream, options=options, keep=tensors)
+
+    @classmethod
+    def allocate(
+        cls,
+        geometry: KVGeometry,
+        *,
+        page_size: int,
+        slots: int,
+        layout: str | None = None,
+        device: int | None = None,
+        stream: Any = None,
+        options: CudaOptions = CudaOptions(),
+        driver: CudaDriver | None = None,
+    ) -> CudaDevicePool:
+        """A pool with memory of its own on a GPU.
+
+        Args:
+            geometry: what its pages hold.
+            page_size: tokens a page.
+            slots: pages that it has room for, 1 or more.
+            layout: "layer_first" or "page_first", or "opaque" for pages without layers and heads; None is the first
+                of them that can hold the pages.
+            device: number of the GPU; None is the current one.
+            stream: as in `attach`.
+            options: how pages are copied.
+            driver: of the device; None opens it through cupy.
+
+        Returns:
+            The pool. It belongs to the caller, who closes it after the caches that use it.
+
+        Raises:
+            ConfigError: a number of slots that is not positive, or more than the device has free; no cupy, ...
+            GeometryError: a layout that cannot hold these pages.
+        """
+        page = PageLayout.of(geometry, page_size)
+        count = whole_number(slots)
+        if count is None or count < 1:
+            raise ConfigError(f"slots of a device pool must be a positive integer, not {slots!r:.40}")
+        name = layout or ("opaque" if page.kind == "opaque" else "layer_first")
+        driver = driver or _open(device)
+        size = count * page.page_bytes
+        shape = _shape(page, name, count)
+        address = _malloc(driver, size, f"a device pool of {count} pages")
+        try:
+            regions = regions_of(TensorMemory(address, shape, _strides(shape), 1), name, page)
+            return cls(regions, page=page, layout=name, driver=driver, stream=stream, options=options, owned=address)
+        except BaseException:
+            driver.free(address)
+            raise
+
+    # ---- order
+
+    def computes_on(self, stream: Any) -> None:
+        """Name another stream on which the engine uses slots; copies wait for it too."""
+        with self._lock:
+            self._streams.append(_stream_of(self.driver, stream))
+
+    def record(self, stream: Any = None) -> CudaEvent:
+        """An event behind all that a stream holds now, to be given to `commit`.
+
+        Args:
+            stream: the one that writes; None is the one that the pool was attached with.
+        """
+        event = self.driver.event()
+        self.driver.record(event, self._streams[0] if stream is None else _stream_of(self.driver, stream))
+        return CudaEvent(self.driver, event)
+
+    def used_until(self, slots: Slots | Iterable[int], event: CudaEvent) -> None:
+        """For `reuse="told"`: kernels use these slots until the event; nothing is written into them before."""
+        with self._lock:
+            for slot in slots:
+                self._uses[int(slot)] = event.event
+
+    def ends_of_use(self, slots: Slots) -> list[Event]:
+        """Events behind which others no longer use these slots. Called when a copy into them is asked for."""
+        if self.options.reuse == "told":
+            with self._lock:
+                found = {id(event): event for slot in slots.tolist() if (event := self._uses.pop(slot, None))}
+            return list(found.values())
+        return self.marks()
+
+    def marks(self) -> list[Event]:
+        """Events behind all that the engine's streams hold now."""
+        events = []
+        with self._lock:
+            streams = list(self._streams)
+        for stream in streams:
+            event = self.driver.event()
+            self.driver.record(event, stream)
+            events.append(event)
+        return events
+
+    def used_by(self, stream: Stream) -> None:
+        """Tell torch's allocator that a stream of ours uses the tensors.
+
+        So it does not give their memory to others while that runs, even if the engine lets go of it.
+        """
+        tensors = self._keep if isinstance(self._keep, (list, tuple)) else [self._keep]
+        for tensor in tensors:
+            if hasattr(tensor, "record_stream"):
+                torch: Any = sys.modules["torch"]  # the tensor is of it
+                tensor.record_stream(torch.cuda.ExternalStream(stream.ptr, device=tensor.device))
+
+    # ---- DevicePool
+
+    def check_geometry(self, geometry: KVGeometry, page_size: int) -> None:
+        """See that slots hold pages of this geometry."""
+        wanted = PageLayout.of(geometry, page_size)
+        if wanted != self.page:
+            raise GeometryError(
+                f"the device pool holds {self.page.describe()} ({self.page.dtype}), the namespace has "
+                f"{wanted.describe()} ({wanted.dtype}): open it with the pool's geometry and page size"
+            )
+
+    def host_pool(self, geometry: KVGeometry, page_size: int, slots: int) -> HostPool:
+        """Pinned memory on the node of the GPU; see `CudaOptions`."""
+        node = self.options.numa_node
+        return PinnedHostPool.open(
+            ArenaPlan.of(geometry, page_size),
+            slots,
+            driver=self.driver,
+            pinning=self.options.pinned,
+            numa_node=self.driver.facts().numa_node if node == "gpu" else node,
+        )
+
+    def copy_engine(self, host: HostPool | None) -> CopyEngine:
+        """A `CudaCopyEngine`, its kernels compiled and its way of copying chosen."""
+        return self.cuda_engine(host)
+
+    def cuda_engine(self, host: HostPool | None) -> CudaCopyEngine:
+        """As `copy_engine`."""
+        from hicache.cuda.engine import CudaCopyEngine
+
+        return CudaCopyEngine(self, host)
+
+    def runs(self, parts: tuple[HostPart, ...]) -> PageRuns:
+        """What copies between this pool and a host's memory move.
+
+        Raises:
+            GeometryError: the host's pages are others.
+            CacheClosed: the pool is closed.
+        """
+        with self._lock:
+            if self._closed:
+                raise CacheClosed("this device pool is closed: its tensors were given back")
+            found = self._runs.get(parts)
+            if found is None:
+                found = self._runs[parts] = PageRuns(self.page, self._regions, parts)
+            return found
+
+    def gather(self, slots: Slots, host: HostPool, host_slots: Slots) -> None:
+        """Copy pages to canonical form in host slots; waits for the engine's streams, and until it is done."""
+        self._copy(slots, host, host_slots, to_device=False, layers=None)
+
+    def scatter(
+        self, host: HostPool, host_slots: Slots, slots: Slots, *, layers: tuple[int, int] | None = None
+    ) -> None:
+        """Copy canonical pages from host slots, all of them or the layers [first, end). As `gather` otherwise."""
+        self._copy(slots, host, host_slots, to_device=True, layers=layers)
+
+    def read_page(self, slot: int) -> Bytes:
+        """A copy of one page in canonical form, (page_bytes,)."""
+        page = np.empty(self.page_bytes, np.uint8)
+        self._move(self._one(slot), (HostPart.whole(page.ctypes.data, 1, self.page_bytes),), _FIRST, to_device=False)
+        return page
+
+    def write_page(self, slot: int, data: bytes | bytearray | memoryview | npt.NDArray[Any]) -> None:
+        """Write one page from canonical bytes."""
+        slots, page = self._one(slot), _page_of(data)
+        if page.size != self.page_bytes:
+            raise GeometryError(f"a page has {self.page_bytes} bytes, not {page.size}")
+        self._move(slots, (HostPart.whole(page.ctypes.data, 1, self.page_bytes),), _FIRST, to_device=True)
+
+    def poison(self, slots: Slots) -> None:
+        """Fill slots with `POISON`."""
+        page = np.full(self.page_bytes, POISON, np.uint8)
+        for slot in slots.tolist():
+            self.write_page(slot, page)
+
+    def close(self) -> None:
+        """Let go of the tensors, and of memory that was allocated here."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._runs.clear()
+            self._uses.clear()
+        self._keep = None
+        if self._owned:
+            self.driver.free(self._owned)
+            self._owned = 0
+
+    def __repr__(self) -> str:
+        state = ", closed" if self._closed else ""
+        return (
+            f"<hicache.cuda.CudaDevicePool {self.slots} slots of {self.page.describe()}, {self.layout}, "
+            f"CUDA device {self.device}{state}>"
+        )
+
+    def _copy(
+        self, slots: Slots, host: HostPool, host_slots: Slots, *, to_device: bool, layers: tuple[int, int] | None
+    ) -> None:
+        if host.page_bytes != self.page_bytes:
+            raise GeometryError(f"host pages have {host.page_bytes} bytes, device pages {self.page_bytes}")
+        self._move(slots, host_parts(host), host_slots, to_device=to_device, layers=layers)
+
+    def _move(
+        self,
+        slots: Slots,
+        parts: tuple[HostPart, ...],
+        host_slots: Slots,
+        *,
+        to_device: bool,
+        layers: tuple[int, int] | None = None,
+    ) -> None:
+        runs = self.runs(parts) if len(parts) != 1 or parts[0].slots > 1 else self._page_runs(parts)
+        done = self.driver.event()
+        marks = self.marks()
+        with self._lock:
+            for mark in marks:
+                self.driver.wait(self._own, mark)
+            for table in runs.tables(slots, host_slots, to_device=to_device, layers=layers):
+                self._plain.run(table, self._own)
+            self.driver.record(done, self._own)
+        self.driver.synchronize(done)
+
+    def _page_runs(self, parts: tuple[HostPart, ...]) -> PageRuns:
+        """For memory of the moment, which is not remembered."""
+        if self._closed:
+            raise CacheClosed("this device pool is closed: its tensors were given back")
+        return PageRuns(self.page, self._regions, parts)
+
+    def _one(self, slot: int) -> Slots:
+        number = whole_number(slot)
+        if number is None:
+            raise GeometryError(f"device slot {slot!r:.40} is no slot number: give an integer, as load and allocate do")
+        if not 0 <= number < self.slots:
+            raise GeometryError(f"device slot {number} does not exist: the pool has {self.slots}")
+        return np.array([number], np.int64)
+
+
+def _open(device: int | None) -> CudaDriver:
+    from hicache.cuda.cupy_driver import open_driver
+
+    return open_driver(device)
+
+
+def _stream_of(driver: CudaDriver, stream: Any) -> Stream:
+    """A stream as the engine has it: of torch, of cupy, or a handle."""
+    if stream is None:
+        return driver.current_stream()
+    handle = getattr(stream, "cuda_stream", getattr(stream, "ptr", stream))
+    number = whole_number(handle)
+    if number is None or number < 0:
+        raise ConfigError(f"stream {stream!r:.60} is none: give a stream of torch or cupy, or its handle")
+    return driver.external_stream(number, stream)
+
+
+def _malloc(driver: CudaDriver, size: int, what: str) -> int:
+    free, total = driver.memory()
+    said = (
+        f"{what} of {format_size(size)} does not fit on CUDA device {driver.device}: {format_size(free)} of "
+        f"{format_size(total)} are free; use fewer slots, or leave the engine a smaller share"
+    )
+    if size > free:
+        raise ConfigError(said)
+    try:
+        return driver.malloc(size)
+    except CudaError as error:
+        if error.name != OUT_OF_MEMORY:
+            raise ConfigError(f"{what} of {format_size(size)} cannot be allocated: {error}") from error
+        raise ConfigError(said) from error
+
+
+def _shape(page: PageLayout, layout: str, slots: int) -> tuple[int, ...]:
+    axes = LAYOUTS.get(layout)
+    if axes is None:
+        raise GeometryError(f"layout {layout!r:.40} is not for memory made here: use one of {', '.join(LAYOUTS)}")
+    absent = {"plane", "head"} if page.kind == "mla" else set()
+    sizes = {"slot": slots, "layer": page.layers, "plane": page.planes, "token": page.tokens, "head": page.heads}
+    sizes |= {"dim": page.row_bytes, "byte": page.page_bytes}
+    return tuple(sizes[axis] for axis in axes if axis not in absent)
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[at + 1 :]) for at in range(len(shape)))
+
+
+def _page_of(data: bytes | bytearray | memoryview | npt.NDArray[Any]) -> Bytes:
+    try:
+        if isinstance(data, np.ndarray):
+            return np.ascontiguousarray(data).view(np.uint8).reshape(-1)
+        return np.frombuffer(data, np.uint8)
+    except (TypeError, ValueError, BufferError) as error:
+        raise GeometryError(f"a page is given as bytes or a numpy array, not {type(data).__name__} ({error})") from None
