@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, BinaryIO, Final, Protocol, cast
 
 from hicache.analytics.packing import PACKINGS, Packing, Unpacking, packing_of
 from hicache.errors import TraceError
+from hicache.runtime.accesslog.format import SIGNATURE
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -138,7 +139,8 @@ def source_of(path: Path) -> Source:
     """
     source = _plain_source(path)
     with source.open("rb") as file:
-        packing = packing_of(file.read(max(len(sign) for sign, _ in PACKINGS)))
+        head = file.read(max(len(SIGNATURE), *(len(sign) for sign, _ in PACKINGS)))
+    packing = None if head.startswith(SIGNATURE) else packing_of(head)  # our own logs are read block by block
     return source if packing is None else Packed(source, packing)
 
 

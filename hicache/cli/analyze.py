@@ -12,6 +12,7 @@ from hicache.cli.values import number, stop_on_interrupt, whole, whole_list
 from hicache.errors import ConfigError
 
 if TYPE_CHECKING:
+    from hicache.analytics.analysis.recorded import Recorded
     from hicache.analytics.analysis.report import Analysis, AnalyzeOptions
 
 HELP = "tell what a request trace could hit: ideal rates, reuse, memory needed, prefixes, sessions"
@@ -37,6 +38,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--each", action="store_true", help="tell of each file too, and of all of them as one population"
     )
+    add_analysis_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+
+
+def add_analysis_arguments(parser: argparse.ArgumentParser) -> None:
+    """What is to be told of a trace."""
     parser.add_argument(
         "--sizes", metavar="PAGES,...", help="cache sizes of the miss-ratio curve (default: 20 on a logarithmic scale)"
     )
@@ -58,7 +65,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--top", default="10", metavar="N", help="hottest prefixes that are shown (default: 10)")
     parser.add_argument("--spans", default="12", metavar="N", help="parts of the trace's time (default: 12)")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -70,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
     from hicache.cli.main import EXIT_FINE, EXIT_INTERRUPTED
 
     wanted, way = read_options(options), opening(options)
-    token_bytes = _token_bytes(options.token_bytes)
+    token_bytes = read_token_bytes(options.token_bytes)
     files = expand(options.trace)
     if options.each and STANDARD_INPUT in files:
         raise ConfigError("--each: standard input can be read only once; save it to a file and name that")
@@ -131,7 +137,12 @@ def _rows(option: str, text: str, *, least: int) -> int:
     return rows
 
 
-def _token_bytes(text: str | None) -> int | None:
+def read_token_bytes(text: str | None) -> int | None:
+    """The value of `--token-bytes`.
+
+    Raises:
+        ConfigError: no size, or none at all.
+    """
     if text is None:
         return None
     from hicache.cli.sizes import parse_bytes
@@ -142,10 +153,33 @@ def _token_bytes(text: str | None) -> int | None:
     return size
 
 
+def _warn_of_log(recorded: Recorded) -> None:
+    """Say where a log has not all that happened."""
+    if recorded.requests_dropped:
+        warn(
+            f"{recorded.requests_dropped:,} of {recorded.requests_ended:,} requests were lost on the way to the log; "
+            "see what `hicache stats` says of it"
+        )
+    if recorded.sample < 1:
+        told = {
+            "prefix": "requests that begin alike are all in it or none, so memory sizes stand for "
+            f"{1 / recorded.sample:,.3g} times as much",
+            "request": "what requests share is told too low, and rates as they really were are right on average",
+        }
+        warn(f"the log has a sample of {recorded.sample:.3g} of the requests: {told.get(recorded.sample_by, '')}")
+    if recorded.pages_hit_unknown:
+        warn(
+            f"{recorded.pages_hit_unknown:,} pages were hit that no request of the log had left: from before it, from "
+            "other writers of the store, or of requests that are not in it"
+        )
+
+
 def _warn(analysis: Analysis) -> None:
     if analysis.entries_skipped:
         warn(f"{analysis.entries_skipped:,} broken entries of the trace were skipped")
     if not analysis.requests and not analysis.interrupted:
         warn(f"{analysis.name:.200}: there are no requests in it; check the trace")
+    if analysis.recorded is not None:
+        _warn_of_log(analysis.recorded)
     if analysis.out_of_order:
         warn(f"{analysis.out_of_order:,} requests have a time before that of the request in front of them")

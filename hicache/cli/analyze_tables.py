@@ -9,6 +9,7 @@ from hicache.cli.output import Table
 from hicache.units import format_size
 
 if TYPE_CHECKING:
+    from hicache.analytics.analysis.recorded import Recorded
     from hicache.analytics.analysis.report import Analysis
     from hicache.analytics.analysis.spread import Spread
 
@@ -19,6 +20,8 @@ _CDF = (1, 10, 25, 50, 75, 90, 99)
 def tables(analysis: Analysis, *, token_bytes: int | None) -> Iterator[Table]:
     """An analysis for people; `token_bytes` turns pages into memory where it is known."""
     yield _requests(analysis)
+    if analysis.recorded is not None:
+        yield from recorded_tables(analysis.recorded)
     yield _rates(analysis)
     if not analysis.requests:
         return
@@ -50,6 +53,46 @@ def each_table(found: Sequence[Analysis]) -> Table:
     ]
     columns = ("trace", "requests", "pages asked", "ideal, of pages", "of tokens", "mean of requests", "knee, pages")
     return Table("one by one", columns, rows)
+
+
+def recorded_tables(recorded: Recorded) -> Iterator[Table]:
+    """What an access log says that really happened."""
+    asked = recorded.pages_asked
+    answered = [(tier, getattr(recorded, f"pages_{tier}")) for tier in ("device", "host", "storage")]
+    missed = [(f"missed: {reason}", count) for reason, count in recorded.misses_by_reason.items() if count]
+    rows = [*answered, *missed, ("asked", asked)]
+    share = [(name, f"{count:,}", percent(count / asked) if asked else "n/a") for name, count in rows]
+    yield Table(f"what {recorded.requests:,} requests really got", ("from", "pages", "of those asked"), share)
+    tokens, requests = recorded.tokens_asked, recorded.requests
+    hits, could = asked - recorded.pages_missed, recorded.pages_that_could_hit
+
+    def shown(rate: float, of: int) -> str:
+        return f"{rate:.4f}" if of else "n/a"
+
+    ideal = shown(recorded.recorded_ideal_hit_rate_pages, asked)
+    yield Table(
+        "hit rates as they really were",
+        ("of", "all", "hit", "rate"),
+        [
+            ("pages", f"{asked:,}", f"{hits:,}", shown(recorded.recorded_hit_rate_pages, asked)),
+            ("pages, had nothing been forgotten", f"{asked:,}", f"{could:,}", ideal),
+            ("tokens", f"{tokens:,}", f"{recorded.tokens_hit:,}", shown(recorded.recorded_hit_rate_tokens, tokens)),
+            (
+                "requests (mean of their page rates)",
+                f"{requests:,}",
+                "",
+                shown(recorded.recorded_hit_rate_requests, asked),
+            ),
+        ],
+    )
+    yield Table(
+        "how long requests took",
+        ("seconds", "mean", "least", *(f"p{share}" for share in _SHOWN), "most"),
+        [
+            _numbers("to the end of their load", recorded.load_seconds, 4),
+            _numbers("to their end", recorded.request_seconds, 4),
+        ],
+    )
 
 
 def pages(count: int | None) -> str:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 FORMATS: Final = (
     "auto",
+    "access-log",
     "mooncake",
     "bailian",
     "kv-cache-tester",
@@ -46,10 +47,11 @@ def add_trace_paths(parser: argparse.ArgumentParser, *, more: str = "") -> None:
     )
 
 
-def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
-    """How traces are read."""
+def add_trace_arguments(parser: argparse.ArgumentParser, *, format_option: str = "--format") -> None:
+    """How traces are read; `format_option` is for commands whose --format is another thing."""
     parser.add_argument(
-        "--format",
+        format_option,
+        dest="format",
         default="auto",
         metavar="FORMAT",
         help=f"of the traces, one of {', '.join(FORMATS)} (default: auto, which looks at their content)",

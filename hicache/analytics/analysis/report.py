@@ -25,6 +25,8 @@ from hicache.analytics.analysis.ideal import (
 )
 from hicache.analytics.analysis.knee import knee
 from hicache.analytics.analysis.prefixes import TreeSummary, summarise
+from hicache.analytics.analysis.recorded import DEFINITIONS as RECORDED_DEFINITIONS
+from hicache.analytics.analysis.recorded import Recorded, Tally
 from hicache.analytics.analysis.spread import Spread, spread
 from hicache.analytics.analysis.turns import SessionSummary, sessions_of
 from hicache.analytics.result import rate
@@ -92,6 +94,7 @@ class Analysis:
         interrupted: whether somebody stopped it before the trace's end.
         prompt_tokens, generated_tokens, prompt_pages, gaps: distributions over requests; gaps in seconds.
         busiest_second, busiest_minute: requests in the fullest second and minute.
+        recorded: what really happened, where the trace is an access log; else None.
         (rates): see `DEFINITIONS`.
     """
 
@@ -129,16 +132,18 @@ class Analysis:
     page_sizes: list[PageSizeEffect] = field(default_factory=list)
     sessions: SessionSummary
     tree: TreeSummary
+    recorded: Recorded | None = None
 
     def document(self) -> dict[str, Any]:
         """Everything, with the definitions, ready for JSON."""
         plain = {name: _plain(getattr(self, name)) for name in self.__dataclass_fields__ if name != "curve"}
         plain["sessions"] = {name: _plain(getattr(self.sessions, name)) for name in SessionSummary.__slots__}
-        return {**plain, "miss_ratio_curve": self.curve.document(), "definitions": DEFINITIONS}
+        definitions = DEFINITIONS if self.recorded is None else DEFINITIONS | RECORDED_DEFINITIONS
+        return {**plain, "miss_ratio_curve": self.curve.document(), "definitions": definitions}
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Spread):
+    if isinstance(value, Spread | Recorded):
         return value.document()
     if isinstance(value, list):
         return [_plain(item) for item in value]
@@ -176,7 +181,8 @@ def analyze(
         interrupted = stopped is not None and stopped()
         return not interrupted
 
-    columns = read_columns(itertools.islice(trace, options.requests), before=before)
+    tally = Tally()
+    columns = read_columns(tally.watch(itertools.islice(trace, options.requests)), before=before)
     return _analysis(
         columns,
         options,
@@ -184,6 +190,7 @@ def analyze(
         formats=trace.formats,
         entries_skipped=trace.skipped,
         interrupted=interrupted,
+        recorded=tally.result(),
     )
 
 

@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 
 from hicache.analytics.formats.lines import Reader
+from hicache.analytics.packing import DamagedFile
 from hicache.analytics.sources import Source
 from hicache.analytics.trace import Details, Ids, Interner, Reading, TraceRequest, in_words, pack_ids
 from hicache.errors import TraceError
@@ -43,7 +44,7 @@ __all__ = ["WINDOW", "AccessLogReader", "Outcome", "RecordedDetails", "looks_lik
 WINDOW: Final = 4096
 """Requests that are held back, so that those that began earlier and ended later come first."""
 
-MOST_PAGES: Final = 2**25
+MOST_PAGES: Final = 2**22
 """Pages of all requests of a block together; writers end a block far below."""
 
 _SIGN: Final = b'"hicache_access_log"'
@@ -183,7 +184,7 @@ class AccessLogReader(Reader):
         """Go to where the next block seems to begin, from a place on. Returns how far that is; all if none does."""
         gone = 0
         if not file.seekable():
-            raise TraceError(f"{self.path}: what is damaged cannot be passed over in what is piped in; name the file")
+            raise DamagedFile(f"{self.path}: what is damaged cannot be passed over in what is piped in; name the file")
         file.seek(begin)
         kept = b""
         while data := file.read(_SEARCH):
@@ -237,13 +238,7 @@ class AccessLogReader(Reader):
         block.ids.append(ids)
         block.pages += len(ids)
         self._check(entry, len(ids))
-        scope = _scope(namespace)
-        whole = entry.tokens // namespace.page_size
-        prompt = ids[:whole]
-        if len(prompt) < whole:
-            # It went past the cache, so its pages have no names: they are nobody else's.
-            names: list[Hashable] = [(id(self), next(self._past)) for _ in range(whole - len(prompt))]
-            prompt = np.concatenate((prompt, pack_ids(self._names.translate("past the cache", names))))
+        prompt = self._prompt(entry, ids, block, entry.tokens // namespace.page_size)
         outcome = Outcome(
             entry.asked,
             entry.device,
@@ -265,16 +260,30 @@ class AccessLogReader(Reader):
             unit=namespace.page_size,
             input_tokens=entry.tokens,
             output_tokens=entry.output,
-            scope=scope,
+            scope=_scope(namespace),
             place=place,
             details=RecordedDetails(session=session, model=namespace.model, outcome=outcome),
         )
+
+    def _prompt(self, entry: Entry, ids: Ids, block: _Block, pages: int) -> Ids:
+        """The pages of the prompt itself, as it came."""
+        lacks = pages - len(ids)
+        if lacks <= 0:
+            return ids[:pages]
+        if MissReason.BYPASSED not in entry.missed:
+            raise TraceError(f"it has {len(ids)} pages, and its {entry.tokens} tokens are {pages}")
+        if block.pages + lacks > MOST_PAGES:
+            raise _too_many()
+        block.pages += lacks
+        # It went past the cache, so its pages have no names: they are nobody else's.
+        names: list[Hashable] = [(id(self), next(self._past)) for _ in range(lacks)]
+        return np.concatenate((ids, pack_ids(self._names.translate("past the cache", names))))
 
     def _ids_of(self, entry: Entry, block: _Block, namespace: NamespaceRecord) -> Ids:
         if len(entry.pages) % HASH_BYTES:
             raise TraceError(f"pages has {len(entry.pages)} bytes, which is no multiple of {HASH_BYTES}")
         if block.pages + entry.same + len(entry.pages) // HASH_BYTES > MOST_PAGES:
-            raise TraceError(f"the block has more than {MOST_PAGES} pages, so it is none of an access log")
+            raise _too_many()
         front: Ids | None = None
         if entry.same:
             front = block.ids[entry.like] if entry.like < len(block.ids) else None
@@ -297,6 +306,11 @@ class AccessLogReader(Reader):
             )
         if pages and max(entry.asked, entry.kept) > pages:
             raise TraceError(f"asked is {entry.asked} and kept {entry.kept}, of {pages} pages")
+
+
+def _too_many() -> TraceError:
+    """The error for a block that no writer makes."""
+    return TraceError(f"the block has more than {MOST_PAGES} pages, so it is none of an access log")
 
 
 def _scope(namespace: NamespaceRecord) -> str:

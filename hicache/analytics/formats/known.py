@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final, Protocol
 
+from hicache.analytics.formats.accesslog import AccessLogReader, looks_like_access_log
 from hicache.analytics.formats.bailian import BailianReader
 from hicache.analytics.formats.dynamo import DynamoReader
 from hicache.analytics.formats.events import EventReader
@@ -81,6 +82,9 @@ def _is_events(head: bytes) -> bool:
 
 
 FORMATS: Final[dict[str, Format]] = {
+    "access-log": Format(
+        "the access log of a service or a cache, which also tells what was hit", AccessLogReader, looks_like_access_log
+    ),
     "dynamo": Format(
         "request_end records of dynamo.request.trace.v1, a line each",
         DynamoReader,

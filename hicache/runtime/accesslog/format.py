@@ -60,7 +60,7 @@ PREFIX_BYTES: Final = len(SIGNATURE) + _LENGTH.size
 _LEVEL: Final = 1
 """Hashes do not shrink, and the rest does at any level."""
 
-_Count = Annotated[int, Meta(ge=0, lt=2**63)]
+_Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 _Tokens = Annotated[int, Meta(ge=0, le=2**24)]
 _Seconds = Annotated[float, Meta(ge=0, lt=1e12)]
 

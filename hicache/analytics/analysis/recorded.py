@@ -1,0 +1,176 @@
+"""What really happened, as an access log has it: hits by tier and misses by reason, beside what could have been hit."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from hicache.analytics.analysis.spread import Spread, spread
+from hicache.analytics.formats.accesslog import RecordedDetails
+from hicache.analytics.result import rate
+from hicache.records import MissReason
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from hicache.analytics.formats.accesslog import Outcome
+    from hicache.analytics.trace import TraceRequest
+    from hicache.runtime.accesslog.format import Head
+
+__all__ = ["DEFINITIONS", "Recorded", "Tally"]
+
+DEFINITIONS: Final = {
+    "recorded_hit_rate_pages": "pages that requests really got from a tier / pages that they might have taken, over "
+    "all requests of the log; a prompt's last token is computed in any case, so a page that ends with it is not asked",
+    "recorded_hit_rate_tokens": "tokens of the pages that they got / all prompt tokens",
+    "recorded_hit_rate_requests": "mean over requests that asked for pages of each one's own page rate",
+    "recorded_ideal_hit_rate_pages": "pages that a cache that forgets nothing could have given / the same pages asked: "
+    "those that an earlier request of the log has left in the cache, answers too, and those that were really got",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """Counts of all requests of a log. `pages_asked == pages_device + pages_host + pages_storage + pages_missed`.
+
+    Attributes:
+        requests, aborted: that ended, and those of them without success.
+        pages_asked, pages_device, pages_host, pages_storage, pages_missed: see above.
+        misses_by_reason: pages, all reasons; the sum is `pages_missed`.
+        tokens_asked, tokens_hit: of the prompts; of the pages got.
+        recorded_hit_rate_pages, recorded_hit_rate_tokens, recorded_hit_rate_requests: see `DEFINITIONS`.
+        recorded_ideal_hit_rate_pages: see there.
+        pages_that_could_hit: its numerator.
+        pages_hit_unknown: pages that were got although no request of the log has left them: they are from before it, of
+            other writers of a shared store, or of requests that are not in it.
+        load_seconds, request_seconds: distributions, from a request's begin to the end of its load, and of itself.
+        processes: that wrote it.
+        requests_ended, requests_left_out, requests_dropped: of those processes, up to the last block that was read:
+            all, those that are not in the sample, those that were lost.
+        sample, sample_by: of the last of them.
+    """
+
+    requests: int
+    aborted: int
+    pages_asked: int
+    pages_device: int
+    pages_host: int
+    pages_storage: int
+    pages_missed: int
+    misses_by_reason: dict[str, int]
+    tokens_asked: int
+    tokens_hit: int
+    recorded_hit_rate_pages: float
+    recorded_hit_rate_tokens: float
+    recorded_hit_rate_requests: float
+    recorded_ideal_hit_rate_pages: float
+    pages_that_could_hit: int
+    pages_hit_unknown: int
+    load_seconds: Spread
+    request_seconds: Spread
+    processes: int
+    requests_ended: int
+    requests_left_out: int
+    requests_dropped: int
+    sample: float
+    sample_by: str
+
+    def document(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        found = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return {name: value.document() if isinstance(value, Spread) else value for name, value in found.items()}
+
+
+class Tally:
+    """Counts what passes by."""
+
+    def __init__(self) -> None:
+        self._sums: Counter[str] = Counter()
+        self._missed: Counter[str] = Counter()
+        self._rates = self._asking = 0.0
+        self._loads, self._seconds = array("d"), array("d")
+        self._heads: dict[str, Head] = {}
+        self._seen = np.zeros(1024, np.bool_)
+
+    def watch(self, requests: Iterable[TraceRequest]) -> Iterator[TraceRequest]:
+        """The same requests; those of which is known what became of them are counted."""
+        for request in requests:
+            if isinstance(request.details, RecordedDetails):
+                self._add(request, request.details.outcome)
+            yield request
+
+    def _add(self, request: TraceRequest, outcome: Outcome) -> None:
+        sums, hits = self._sums, outcome.hits
+        sums["requests"] += 1
+        sums["aborted"] += outcome.aborted
+        sums["asked"] += outcome.asked
+        sums["device"] += outcome.device
+        sums["host"] += outcome.host
+        sums["storage"] += outcome.storage
+        sums["tokens"] += request.input_tokens
+        sums["tokens_hit"] += min(hits * request.unit, request.input_tokens)
+        self._missed.update(outcome.missed)
+        if outcome.asked:
+            self._rates += hits / outcome.asked
+            self._asking += 1
+        known = self._known(outcome)
+        sums["could"] += max(known, hits)
+        sums["unknown"] += max(0, hits - known)
+        self._seconds.append(outcome.seconds)
+        if outcome.load is not None:
+            self._loads.append(outcome.load)
+        head = self._heads.get(outcome.head.boot)
+        if head is None or head.requests <= outcome.head.requests:
+            self._heads[outcome.head.boot] = outcome.head
+
+    def _known(self, outcome: Outcome) -> int:
+        """Leading pages of those asked that an earlier request has left; its own count from now on."""
+        ids = outcome.ids
+        if not len(ids):
+            return 0
+        top = int(ids.max())
+        if top >= len(self._seen):
+            self._seen = np.concatenate((self._seen, np.zeros(max(top + 1, 2 * len(self._seen)), np.bool_)))
+        asked = self._seen[ids[: outcome.asked]]
+        known = len(asked) if asked.all() else int(asked.argmin())
+        self._seen[ids[: outcome.kept]] = True
+        return known
+
+    def result(self) -> Recorded | None:
+        """What was counted; None where nothing was."""
+        sums = self._sums
+        if not sums["requests"]:
+            return None
+        hits = sums["device"] + sums["host"] + sums["storage"]
+        heads = list(self._heads.values())
+        return Recorded(
+            requests=sums["requests"],
+            aborted=sums["aborted"],
+            pages_asked=sums["asked"],
+            pages_device=sums["device"],
+            pages_host=sums["host"],
+            pages_storage=sums["storage"],
+            pages_missed=sum(self._missed.values()),
+            misses_by_reason={reason.value: self._missed[reason.value] for reason in MissReason},
+            tokens_asked=sums["tokens"],
+            tokens_hit=sums["tokens_hit"],
+            recorded_hit_rate_pages=rate(hits, sums["asked"]),
+            recorded_hit_rate_tokens=rate(sums["tokens_hit"], sums["tokens"]),
+            recorded_hit_rate_requests=rate(self._rates, self._asking),
+            recorded_ideal_hit_rate_pages=rate(sums["could"], sums["asked"]),
+            pages_that_could_hit=sums["could"],
+            pages_hit_unknown=sums["unknown"],
+            load_seconds=spread(self._loads),
+            request_seconds=spread(self._seconds),
+            processes=len(heads),
+            requests_ended=sum(head.requests for head in heads),
+            requests_left_out=sum(head.left_out for head in heads),
+            requests_dropped=sum(head.dropped for head in heads),
+            sample=heads[-1].sample,
+            sample_by=heads[-1].sample_by,
+        )
