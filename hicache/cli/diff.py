@@ -6,7 +6,7 @@ import argparse
 import json
 import re
 from dataclasses import asdict
-from math import inf
+from math import inf, isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -93,6 +93,7 @@ def _read(options: argparse.Namespace) -> tuple[tuple[str, str], tuple[dict[str,
         raise ConfigError("compare with what? give a second report or trace, or two --span of this one")
     reports = (read_report(Path(options.a)), read_report(Path(options.b)))
     if reports[0] is not None and reports[1] is not None:
+        _see_alike(options, reports[0], reports[1])
         return (options.a, options.b), (reports[0], reports[1]), None
     if reports[0] is not None or reports[1] is not None:
         raise ConfigError(
@@ -100,6 +101,17 @@ def _read(options: argparse.Namespace) -> tuple[tuple[str, str], tuple[dict[str,
         )
     parts = [Part((Path(each),)) for each in (options.a, options.b)]
     return (options.a, options.b), _analysed(options, parts), None
+
+
+def _see_alike(options: argparse.Namespace, *reports: dict[str, Any]) -> None:
+    """See that one command wrote both: of two, values by the same name are not the same things."""
+    from hicache.analytics.compare.kinds import kind_of
+
+    a, b = (f"`hicache {kind}`" if kind else "no command of hicache" for kind in map(kind_of, reports))
+    if a != b:
+        raise ConfigError(
+            f"{options.a:.100} is a report of {a}, {options.b:.100} is one of {b}: give two of the same command"
+        )
 
 
 def _analysed(options: argparse.Namespace, parts: list[Part]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -135,7 +147,7 @@ def read_report(path: Path) -> dict[str, Any] | None:
             if not file.read(4096).lstrip().startswith(b"{"):
                 return None
             file.seek(0)
-            found = json.loads(file.read(), parse_constant=_no_number)
+            found = json.loads(file.read(), parse_constant=_no_number, parse_float=_number)
     except OSError as error:
         raise InvalidInput(f"{str(path)!r:.200} cannot be read: {error.strerror}") from None
     except RecursionError:
@@ -146,6 +158,11 @@ def read_report(path: Path) -> dict[str, Any] | None:
         return None  # several documents, as in a trace, or none
     # A session of kv-cache-tester has a list there; a line of a trace has a time.
     return None if isinstance(found.get("requests"), list) or "timestamp" in found else found
+
+
+def _number(text: str) -> float:
+    value = float(text)
+    return value if isfinite(value) else _no_number(text[:40])
 
 
 def _no_number(text: str) -> float:

@@ -52,6 +52,7 @@ _COMMANDS = {
         "plan",
         "simulate",
         "sweep",
+        "report",
         "bench",
         "fsck",
         "completion",

@@ -71,14 +71,20 @@ _COST_WORDS: Final = {
 def add_simulation_arguments(parser: argparse.ArgumentParser, *, several: bool) -> None:
     """The options; with `several` each setting takes values with commas between them."""
     add_trace_paths(parser)
+    add_setting_arguments(parser, several=several)
+    add_trace_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+
+
+def add_setting_arguments(parser: argparse.ArgumentParser, *, several: bool, but: frozenset[str] = frozenset()) -> None:
+    """Settings and costs, without those named in `but`, which the parser has already."""
     parser.add_argument("--config", type=Path, metavar="FILE", help="settings in TOML by these options' names, with _")
     more = ",..." if several else ""
     for name, metavar, text, default in _SETTINGS:
-        parser.add_argument(f"--{name.replace('_', '-')}", metavar=metavar + more, help=f"{text} (default: {default})")
+        parser.add_argument(_option(name), metavar=metavar + more, help=f"{text} (default: {default})")
     for name, metavar, text in _COSTS:
-        parser.add_argument(f"--{name.replace('_', '-')}", metavar=metavar, help=text)
-    add_trace_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+        if name not in but:
+            parser.add_argument(_option(name), metavar=metavar, help=text)
 
 
 def read_trace(options: argparse.Namespace) -> Columns:

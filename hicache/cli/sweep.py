@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
     from hicache.analytics.simulate.sweep import grid, sweep
     from hicache.cli.main import EXIT_FINE, EXIT_INTERRUPTED, EXIT_WRONG
 
-    jobs = _jobs(options.jobs)
+    jobs = read_jobs(options.jobs)
     given = given_settings(options)
     costs = costs_of(given)
     columns = read_trace(options)
@@ -108,7 +108,12 @@ def _share(result: SimulationResult, reason: str) -> float:
     return result.misses_by_reason[reason] / result.pages_asked if result.pages_asked else 0.0
 
 
-def _jobs(text: str | None) -> int:
+def read_jobs(text: str | None) -> int:
+    """The value of `--jobs`.
+
+    Raises:
+        ConfigError: no number of processes.
+    """
     if text is None:
         return len(os.sched_getaffinity(0))
     jobs = whole("--jobs", text)

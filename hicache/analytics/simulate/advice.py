@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Final
+from typing import Any, Final, Protocol, TypeVar
 
 from hicache.analytics.analysis.knee import WORTH_DOUBLING, knee
 from hicache.analytics.result import rate
@@ -18,6 +18,38 @@ WORTH_SAYING: Final = 0.01
 MOSTLY: Final = 0.5
 SIZES: Final = ("device", "host", "storage")
 _UNLIMITED: Final = float("inf")
+
+
+class Point(Protocol):
+    """What is judged of a simulation: its result, or a document of it."""
+
+    @property
+    def pages_asked(self) -> int:
+        """See `SimulationResult`, as for all."""
+        ...
+
+    @property
+    def hit_rate_pages(self) -> float:
+        """Of the pages asked."""
+        ...
+
+    @property
+    def page_bytes(self) -> int:
+        """Of one page."""
+        ...
+
+    @property
+    def problems(self) -> Sequence[str]:
+        """What must not be."""
+        ...
+
+    @property
+    def settings(self) -> Any:
+        """With the names of `SimulationSettings`."""
+        ...
+
+
+P = TypeVar("P", bound=Point)
 
 
 def advice(result: SimulationResult) -> Iterator[str]:
@@ -73,13 +105,11 @@ def _remedy(reason: str, result: SimulationResult) -> str:
 
 def recommend(results: Sequence[SimulationResult]) -> Iterator[str]:
     """Which point of a sweep to take: the least memory that is as good as the best, the dearest counted first."""
-    usable = [result for result in results if result.pages_asked and not result.problems]
-    if not usable:
+    found = choose(results)
+    if found is None:
         yield "No point of the sweep has an answer, so none can be recommended."
         return
-    best = max(usable, key=lambda result: (result.hit_rate_pages, -_memory(result)[0]))
-    near = [result for result in usable if best.hit_rate_pages - result.hit_rate_pages <= WORTH_DOUBLING]
-    chosen = min(near, key=lambda result: (_memory(result), -result.hit_rate_pages))
+    chosen, best, usable = found
     yield f"Take {named(chosen.settings, results)}: it hits {chosen.hit_rate_pages:.4f} of the pages asked."
     if chosen is not best:
         yield (
@@ -88,6 +118,16 @@ def recommend(results: Sequence[SimulationResult]) -> Iterator[str]:
         )
     for name in SIZES:
         yield from _knee(name, chosen, usable)
+
+
+def choose(results: Sequence[P]) -> tuple[P, P, list[P]] | None:
+    """The point to take, the one that hits most, and all that have an answer; None where none has."""
+    usable = [result for result in results if result.pages_asked and not result.problems]
+    if not usable:
+        return None
+    best = max(usable, key=lambda result: (result.hit_rate_pages, -memory(result)[0]))
+    near = [result for result in usable if best.hit_rate_pages - result.hit_rate_pages <= WORTH_DOUBLING]
+    return min(near, key=lambda result: (memory(result), -result.hit_rate_pages)), best, usable
 
 
 def _knee(name: str, chosen: SimulationResult, results: Sequence[SimulationResult]) -> Iterator[str]:
@@ -118,8 +158,8 @@ def named(settings: SimulationSettings, among: Sequence[SimulationResult]) -> st
     return ", ".join(f"--{name.replace('_', '-')} {shown(getattr(settings, name), name)}" for name in names)
 
 
-def varied(points: Sequence[SimulationSettings]) -> list[str]:
-    """Names of settings in which points differ."""
+def varied(points: Sequence[Any]) -> list[str]:
+    """Names of settings in which points differ; they have those of `SimulationSettings`."""
     names = [name for name in SimulationSettings.__dataclass_fields__ if name != "costs"]
     return [name for name in names if len({getattr(point, name) for point in points}) > 1]
 
@@ -131,13 +171,13 @@ def shown(value: object, name: str) -> str:
     return str(value)
 
 
-def _size(settings: SimulationSettings, name: str) -> float:
+def _size(settings: Any, name: str) -> float:
     value = getattr(settings, name)
     return _UNLIMITED if value is None else float(value)
 
 
-def _memory(result: SimulationResult) -> tuple[float, float, float]:
-    """Bytes of device, host and storage, all instances together."""
+def memory(result: Point) -> tuple[float, float, float]:
+    """Bytes of device, host and storage, all instances together; infinite without a limit."""
     settings = result.settings
     device, host, storage = (_size(settings, name) * result.page_bytes for name in SIZES)
     return device * settings.instances, host * settings.instances, storage

@@ -1,0 +1,146 @@
+"""What is read of the documents of `hicache analyze`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from hicache.analytics.report.figures import MOST, Amount, Count, Distribution, Moment, Share, Text
+
+__all__ = ["AnalysisDocument"]
+
+
+class CurvePoint(msgspec.Struct, frozen=True):
+    """Of a curve."""
+
+    pages: Annotated[int, Meta(ge=1, le=MOST)]
+    hit_rate_pages: Share
+    hit_rate_tokens: Share
+    miss_ratio_pages: Share
+    error_bound: Share
+
+
+class Curve(msgspec.Struct, frozen=True):
+    """See `hicache.analytics.analysis.curves.Curve`."""
+
+    method: Text
+    sample_rate: Share
+    error_bound_standard_deviations: Amount
+    points: list[CurvePoint]
+
+
+class Keeping(msgspec.Struct, frozen=True):
+    """A cache that forgets by time."""
+
+    seconds: Amount
+    hit_rate_pages: Share
+    mean_pages: Amount
+
+
+class Span(msgspec.Struct, frozen=True):
+    """A part of the time."""
+
+    begin: Moment
+    end: Moment
+    requests: Count
+    pages_asked: Count
+    pages_different: Count
+    pages_new: Count
+    ideal_hit_rate_pages: Share
+
+
+class PageSize(msgspec.Struct, frozen=True):
+    """What a page size costs."""
+
+    page_size: Annotated[int, Meta(ge=1, le=MOST)]
+    tokens_reused: Count
+    hit_rate_tokens: Share
+    lost_share: Share
+    tokens_reused_before_last: Count
+
+
+class Sessions(msgspec.Struct, frozen=True):
+    """Derived sessions."""
+
+    sessions: Count
+    turns: Distribution
+    requests_in_later_turns: Count
+    share_of_requests: Share
+    pauses: Distribution
+    new_tokens: Distribution
+    branching: Count
+
+
+class HotPrefix(msgspec.Struct, frozen=True):
+    """A prefix of a trace."""
+
+    request: Count
+    first_page: Count
+    pages: Count
+    tokens: Count
+    sharers: Count
+    pages_reused: Count
+    share_of_hits: Share
+    first_seen: Moment
+    last_seen: Moment
+
+
+class Tree(msgspec.Struct, frozen=True):
+    """All prompts of a trace."""
+
+    pages: Count
+    roots: Count
+    leaves: Count
+    branches: Count
+    runs: Count
+    deepest: Count
+    one_hit_pages: Count
+    one_hit_share: Share
+    one_hit_share_of_asked: Share
+    pages_by_sharers: list[tuple[Annotated[int, Meta(ge=1, le=MOST)], Count]]
+    hottest: list[HotPrefix]
+
+
+class AnalysisDocument(msgspec.Struct, frozen=True):
+    """What `hicache analyze` prints."""
+
+    name: Text
+    requests: Count
+    input_tokens: Count
+    output_tokens: Count
+    pages_asked: Count
+    pages_different: Count
+    begin: Moment
+    end: Moment
+    out_of_order: Count
+    entries_skipped: Count
+    interrupted: bool
+    prompt_tokens: Distribution
+    generated_tokens: Distribution
+    prompt_pages: Distribution
+    gaps: Distribution
+    busiest_second: Count
+    busiest_minute: Count
+    ideal_pages_hit: Count
+    ideal_tokens_hit: Count
+    ideal_hit_rate_pages: Share
+    ideal_hit_rate_tokens: Share
+    ideal_hit_rate_requests: Share
+    ideal_hit_rate_requests_tokens: Share
+    requests_with_hits_share: Share
+    reuse_seconds: Distribution
+    reuse_distance_pages: Distribution
+    miss_ratio_curve: Curve
+    knee_pages: Count | None
+    keeping: list[Keeping]
+    working_set: list[Span]
+    page_sizes: list[PageSize]
+    sessions: Sessions
+    tree: Tree
+    each: list[AnalysisDocument] = []
+
+    def __post_init__(self) -> None:
+        if self.ideal_pages_hit > self.pages_asked or self.ideal_tokens_hit > self.input_tokens:
+            raise ValueError("more was hit than was asked")
