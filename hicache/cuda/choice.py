@@ -27,7 +27,9 @@ _LENGTHS: Final = tuple(1 << bits for bits in range(8, 23, 2))
 """Lengths of runs that are measured, 256 bytes to 4 MiB."""
 _SCRATCH: Final = 32 << 20
 """Bytes on each side, for as long as it is measured: far above what caches hold of a link's traffic."""
-_MOST_RUNS: Final = 2048
+_SCRATCH_SHARE: Final = 64
+"""At most one part in so many of the device's free memory is taken for it."""
+_MOST_RUNS: Final = 1024
 _REPEATS: Final = 3
 _KERNEL_GAIN: Final = 1.1
 """How much faster than the copy engines the kernel must be, as it takes multiprocessors from the model."""
@@ -244,7 +246,7 @@ class _Scratch:
 
 @contextmanager
 def _scratch(driver: CudaDriver) -> Iterator[_Scratch]:
-    size = min(_SCRATCH, driver.memory()[0] // 8)
+    size = min(_SCRATCH, driver.memory()[0] // _SCRATCH_SHARE)
     device = driver.malloc(size)
     try:
         host = driver.host_alloc(size)
