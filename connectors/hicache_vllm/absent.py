@@ -1,12 +1,40 @@
-"""A worker that cannot take part: it says why, fails what is asked of it, and keeps the engine from waiting."""
+"""What stands where a side cannot take part: it says why, fails what is asked of it, and lets the engine go on."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
+from hicache_vllm.accounts import Account, Missed
+from hicache_vllm.counters import Counters
 from hicache_vllm.plans import Load, Report, StepPlan
 
-__all__ = ["AbsentWorker"]
+__all__ = ["AbsentScheduler", "AbsentWorker"]
+
+
+class AbsentScheduler:
+    """Counts what the engine takes up, all of it missed. Used on the scheduler's thread only."""
+
+    def __init__(self, counters: Counters) -> None:
+        self._counters = counters
+        self._asked: dict[str, Account] = {}
+
+    def matched(self, request: Any, local: int) -> tuple[int, bool]:
+        """See `SchedulerSide`."""
+        account = Account(self._counters, page=1, asked=int(request.num_tokens), local=local)
+        account.reason = Missed.OFF
+        self._asked[str(request.request_id)] = account
+        return 0, False
+
+    def allocated(self, request: Any) -> None:
+        """See `SchedulerSide`."""
+        account = self._asked.pop(str(request.request_id), None)
+        if account is not None:
+            account.close()
+
+    def finished(self, request: Any) -> None:
+        """See `SchedulerSide`: it may never have been taken up."""
+        self._asked.pop(str(request.request_id), None)
 
 
 class AbsentWorker:
@@ -43,7 +71,7 @@ class AbsentWorker:
         """They fail."""
         self._loads.extend(plan.loads)
         self._report.done.update(load.job for load in plan.loads)
-        self._report.lost.update(load.job for load in plan.loads)
+        self._report.lost.update((load.job, len(load.blocks)) for load in plan.loads)
 
     def wait_for_layer(self, layer: str) -> None:
         """Nothing comes."""

@@ -10,7 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from hicache.errors import HicacheError
 from hicache.rpc.client.cache import ConnectedCache
-from hicache_vllm.absent import AbsentWorker
+from hicache_vllm.absent import AbsentScheduler, AbsentWorker
 from hicache_vllm.compat import RANGE, engine_event, hit_sources, wants_events
 from hicache_vllm.counters import Counters
 from hicache_vllm.events import PageFeed
@@ -45,6 +45,7 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         self._start: Start | None = None
         self._cache: ConnectedCache | None = None
         self._scheduler: SchedulerSide | None = None
+        self._absent = AbsentScheduler(self._counters)
         self._worker: WorkerSide | AbsentWorker = AbsentWorker("its KV tensors are not known")
         self._plan = StepPlan()
         self._connected: bool | None = None
@@ -174,18 +175,21 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens that the cache brings behind those that the engine has."""
         if self._scheduler is None:
-            return 0, False
+            return self._absent.matched(request, num_computed_tokens)
         return self._scheduler.matched(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """The engine has blocks for them."""
-        if self._scheduler is None:
-            return
         try:
+            if self._scheduler is None:
+                self._absent.allocated(request)
+                return
             self._scheduler.allocated(request, blocks, num_external_tokens)
         except Exception as error:
             complain("update_state_after_alloc", error)
-            if num_external_tokens:  # the engine waits for it, and has to hear that it failed
+            if (
+                num_external_tokens and self._scheduler is not None
+            ):  # the engine waits for it, and has to hear that it failed
                 self._scheduler.fail(request, blocks)
 
     @guarded(lambda *_: {})
@@ -221,6 +225,7 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
     ) -> tuple[bool, dict[str, Any] | None]:
         """A request has ended; whether its blocks stay until they are read."""
         if self._scheduler is None:
+            self._absent.finished(request)
             return False, None
         return self._scheduler.finished(request, block_ids[0]), None
 

@@ -22,15 +22,12 @@ class Counters:
             with self._lock:
                 self._counts[f"{name}/{label}" if label else name] += count  # type: ignore[assignment]
 
-    def hit(self, sources: Mapping[str, int]) -> None:
-        """Tokens that a load is to bring, by tier."""
-        for tier, tokens in sources.items():
-            self.add("hit_tokens", tier, tokens)
-        self.add("loads")
-
-    def missed(self, reason: str) -> None:
-        """A look-up that came to nothing for a reason other than that nothing is there."""
-        self.add("missed", reason)
+    def add_all(self, counts: Mapping[str, float]) -> None:
+        """Count several things that belong together: who takes the counts has all of them or none."""
+        with self._lock:
+            for name, count in counts.items():
+                if count:
+                    self._counts[name] += count  # type: ignore[assignment]
 
     def failed(self, reason: str, pages: int = 1) -> None:
         """Pages that did not come or were not stored."""

@@ -13,9 +13,9 @@ import numpy.typing as npt
 
 from hicache.core.identity import Adapter
 from hicache.core.symbols import Span
-from hicache.errors import HicacheError
 from hicache.rpc.client.cache import ConnectedCache
 from hicache.rpc.client.request import ConnectedRequest
+from hicache_vllm.accounts import Account, Missed
 from hicache_vllm.tasks import Tasks
 
 __all__ = ["Lookup", "Scope"]
@@ -52,6 +52,8 @@ class Lookup:
     Attributes:
         pages: leading pages that are in host memory and pinned, once `done`; 0 where there is nothing.
         host, storage: how many of them were in which tier when it began.
+        reason: why nothing was asked, or answered, once it is done; None where the service has told what it has.
+        account: is closed with what the service says of its pages at the end; or None.
     """
 
     def __init__(
@@ -65,6 +67,8 @@ class Lookup:
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.pages = self.host = self.storage = 0
+        self.reason: Missed | None = None
+        self.account: Account | None = None
         self._cache = cache
         self._tasks = tasks
         self._deadline = deadline
@@ -75,20 +79,27 @@ class Lookup:
         self._request: ConnectedRequest | None = None
         self._begun = now()
         if not tasks.begin(lambda: self._ask(tokens, scope)):
+            self.reason = Missed.BUSY
             self._done.set()
 
     def _ask(self, tokens: Tokens, scope: Scope) -> None:
         request = None
         try:
-            left = self._deadline - (self._now() - self._begun)
+            left = self._deadline - self.seconds
             if left > 0 and not self._closed:
-                request = self._cache.request(tokens, deadline=left, **scope.arguments())
+                named = scope.arguments()
+                request = self._cache.request(tokens, deadline=left, **named)
                 found = request.load()
                 self.pages = len(found)
                 self.host = min(request.match.host, self.pages)
                 self.storage = self.pages - self.host
-        except HicacheError:
+                if request.bypassed:
+                    self.reason = self._why_past(named["adapter"])
+            else:
+                self.reason = Missed.LATE
+        except BaseException:
             self.pages = 0
+            self.reason = Missed.FAILED
             raise
         finally:
             with self._lock:
@@ -97,6 +108,14 @@ class Lookup:
             self._done.set()
             if closed and request is not None:
                 request.close()
+
+    def _why_past(self, adapter: Adapter | None) -> Missed:
+        """Why the client went past the service."""
+        if adapter is not None and adapter.digest is None:
+            return Missed.BYPASSED
+        if not self._cache.connected:
+            return Missed.AWAY
+        return Missed.LATE if self.seconds >= self._deadline else Missed.BUSY
 
     @property
     def seconds(self) -> float:
@@ -131,9 +150,17 @@ class Lookup:
                 return
             self._closed = True
             request = self._request
-        if request is not None and not self._tasks.begin(lambda: _close(request, aborted)):
+        account = self.account
+        if request is None or not self._tasks.begin(lambda: _close(request, account, aborted)):
             del request  # collected: released without a wait
+            if account is not None:
+                account.close()
 
 
-def _close(request: ConnectedRequest, aborted: bool) -> None:
-    request.close(aborted=aborted)
+def _close(request: ConnectedRequest, account: Account | None, aborted: bool) -> None:
+    counts = None
+    try:
+        counts = request.close(aborted=aborted)
+    finally:
+        if account is not None:
+            account.close(counts)

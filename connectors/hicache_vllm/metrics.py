@@ -9,12 +9,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 __all__ = ["HiCacheMetrics", "HiCacheStats"]
 
 _LABELLED: Final = {
-    "hit_tokens": ("tier", "Prompt tokens that hicache brought, by tier"),
-    "missed": ("reason", "Look-ups in hicache that came to nothing for another reason than that nothing was there"),
+    "hit_tokens": ("tier", "Tokens of requests that hicache brought, by tier"),
+    "missed_tokens": ("reason", "Tokens of requests that neither the engine nor hicache had, by why not"),
     "failed_pages": ("reason", "Pages that did not come from hicache, or were not stored in it"),
     "audited_pages": ("reason", "Pages of hicache that were computed again and compared, by outcome"),
 }
 _PLAIN: Final = {
+    "asked_tokens": "Tokens of requests that the engine took up: local + hit + missed",
+    "local_tokens": "Of them those in the engine's own blocks",
     "loads": "Requests for which hicache brought pages",
     "load_bytes": "Bytes that came from hicache into KV blocks",
     "load_seconds": "Seconds in which they were copied",

@@ -95,13 +95,13 @@ class Report:
         done: how many workers have ended each job.
         audited: of audited pages, by outcome: "equal", "different" or why they could not be compared.
         refused: why a worker reads and writes nothing; empty while all do.
-        lost: jobs of loads of which blocks did not come.
+        lost: of loads of which blocks did not come, how many those are, by job: the last ones, on this worker.
     """
 
     done: Counter[int] = field(default_factory=Counter)
     audited: Counter[str] = field(default_factory=Counter)
     refused: str = ""
-    lost: set[int] = field(default_factory=set)
+    lost: dict[int, int] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self.done or self.audited or self.refused or self.lost)
@@ -110,5 +110,6 @@ class Report:
         """Take another worker's report in."""
         self.done.update(other.done)
         self.audited.update(other.audited)
-        self.lost |= other.lost
+        for job, blocks in other.lost.items():  # blocks that one worker lacks are of no use on others
+            self.lost[job] = max(self.lost.get(job, 0), blocks)
         self.refused = self.refused or other.refused

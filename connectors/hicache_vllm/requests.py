@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from hicache_vllm.accounts import Account
 from hicache_vllm.adapters import Adapters
 from hicache_vllm.lookups import Lookup, Scope, Tokens
 
@@ -21,6 +22,7 @@ class Tracked:
         id: vLLM's.
         scope: whose pages it may use; None: it goes past the cache.
         lookup: what the service has of it, or is being asked.
+        account: what is to be counted when the engine takes it up, as it was answered last; or None.
         local: tokens that the engine itself had when it asked last.
         loading: whether a load of its pages is under way.
         shared: key by which others wait for what it loads, or None.
@@ -36,6 +38,7 @@ class Tracked:
         self.id = str(request.request_id)
         self.scope = _scope(request, adapters)
         self.lookup: Lookup | None = None
+        self.account: Account | None = None
         self.local = 0
         self.loading = False
         self.shared: bytes | None = None

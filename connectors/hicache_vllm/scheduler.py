@@ -1,7 +1,7 @@
 """The scheduler's side: what the cache has of each request, and which pages go where with the next step.
 
-It alone looks and leases; workers read and write what its tickets name. Nothing here waits for the service but for
-moments (`PATIENCE`), and while the service is away every answer is at once that there is nothing.
+It alone looks (`Finder`) and leases; workers read and write what its tickets name. Nothing here waits for the service
+but for moments, and while the service is away every answer is at once that there is nothing.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any
 
 from hicache.errors import HicacheError
 from hicache.rpc.client.cache import ConnectedCache
 from hicache_vllm.adapters import Adapters
 from hicache_vllm.counters import Counters
+from hicache_vllm.finding import Finder
 from hicache_vllm.identity import Identity
-from hicache_vllm.lookups import Lookup
 from hicache_vllm.plans import Load, Report, StepPlan
 from hicache_vllm.prefill import PrefillRate
 from hicache_vllm.requests import Tracked
@@ -31,9 +31,6 @@ from hicache_vllm.tasks import Tasks
 __all__ = ["SchedulerSide"]
 
 _log = logging.getLogger("vllm.hicache")
-
-PATIENCE: Final = 0.002
-"""Seconds for which the scheduler waits for an answer of the service before it goes on with others."""
 
 
 class SchedulerSide:
@@ -68,7 +65,6 @@ class SchedulerSide:
         self._page = identity.namespace.page_size
         self._block = self._page // identity.blocks
         self._workers = workers
-        self._reads = reads
         self._writes = writes
         self._audits = settings.audit_probability if identity.canonical else 0.0
         self._counters = counters
@@ -76,6 +72,9 @@ class SchedulerSide:
         self._draw = draw
         self._tasks = Tasks()
         self._scopes = Scopes(cache, self._tasks)
+        self._finder = Finder(
+            cache, self._tasks, self._scopes, settings, page=self._page, reads=reads, counters=counters, now=now
+        )
         self._prefill = PrefillRate(now, self._report_prefill)
         self._adapters = Adapters()
         self._numbers = itertools.count(1)
@@ -90,15 +89,8 @@ class SchedulerSide:
         self._requests: dict[str, Tracked] = {}
         self._loads: list[Load] = []
         self._loading: dict[int, Tracked] = {}
-        self._shared: dict[bytes, str] = {}
         self._done: Counter[int] = Counter()
-        self._lost: set[int] = set()
-        self._refused = ""
-
-    @property
-    def usable(self) -> bool:
-        """Whether the cache may be asked now."""
-        return self._cache.connected and not self._refused and not self._scopes.stale
+        self._lost: dict[int, int] = {}
 
     # ---- looking
 
@@ -109,75 +101,24 @@ class SchedulerSide:
         """
         tracked = self._tracked(request)
         tracked.local = local
-        if not self._may_read(tracked, request):
-            tracked.drop_lookup()
-            return 0, False
-        if self._others_load(tracked):
-            return None, False
-        lookup = tracked.lookup or self._look(tracked)
-        if not lookup.wait(PATIENCE if lookup.seconds < PATIENCE else 0.0):
-            if not lookup.late:
-                return None, False
-            self._counters.missed("late")
-            tracked.drop_lookup()
-            return 0, False
-        pages = lookup.pages
-        if pages * self._page <= local or lookup.lost:
-            return 0, False
-        if tracked.audited:
-            pages -= 1
-            tracked.audit = pages
-        tokens = max(pages * self._page - local, 0)
-        return tokens, tokens > 0 and self._settings.load == "async"
-
-    def _may_read(self, tracked: Tracked, request: Any) -> bool:
-        if (
-            tracked.scope is None
-            or tracked.refused
-            or not self._reads
-            or getattr(request, "skip_reading_prefix_cache", False)
-        ):
-            return False
-        return (tracked.length - 1) // self._page * self._page > tracked.local and self.usable
-
-    def _look(self, tracked: Tracked) -> Lookup:
-        assert tracked.scope is not None
-        self._scopes.seen(tracked.scope)
-        tracked.lookup = Lookup(
-            self._cache,
-            self._tasks,
-            tracked.tokens(tracked.length),
-            tracked.scope,
-            deadline=self._settings.deadline,
-            now=self._now,
-        )
-        return tracked.lookup
-
-    def _others_load(self, tracked: Tracked) -> bool:
-        """Whether the first page that is needed is on its way for another request already, and worth waiting for."""
-        if not self._shared or self._shared.get(self._key(tracked), tracked.id) == tracked.id:
-            tracked.waited = None
-            return False
-        now = self._now()
-        tracked.waited = now if tracked.waited is None else tracked.waited
-        return now - tracked.waited <= self._settings.deadline
-
-    def _key(self, tracked: Tracked) -> bytes:
-        """What names the page in which the first token that is needed lies, and all before it."""
-        end = (tracked.local // self._page + 1) * self._page
-        return repr(tracked.scope).encode() + tracked.tokens(end).tobytes()
+        return self._finder.matched(tracked, request)
 
     # ---- loading
 
     def allocated(self, request: Any, blocks: Any, tokens: int) -> None:
         """The engine has blocks for a request; `tokens` of them are to be brought by us."""
         tracked = self._tracked(request)
+        account, tracked.account = tracked.account, None
+        lookup = tracked.lookup
+        if account is not None and lookup is not None:
+            lookup.account = account  # counted when the service says of its pages what it knows
         if not tokens:
-            self._unshare(tracked)
+            self._finder.unshare(tracked)
             if not tracked.loading and tracked.audit is None:
                 tracked.drop_lookup()
+            if account is not None and lookup is None:
+                account.close()
             return
-        lookup = tracked.lookup
         first, end = tracked.local // self._block, (tracked.local + tokens) // self._block
         load = Load(
             next(self._numbers),
@@ -187,13 +128,13 @@ class SchedulerSide:
             first,
             layerwise=self._settings.load == "sync",
         )
-        shared = None if load.layerwise else self._key(tracked)
-        self._counters.hit(self.sources(request, tokens))
+        self._counters.add("loads")
+        if account is not None:
+            account.planned = self.sources(request, tokens)
+        if not load.layerwise:
+            self._finder.share(tracked)
         tracked.planned = (tracked.local + tokens) // self._page
         tracked.loading = True
-        tracked.shared = shared
-        if shared is not None:
-            self._shared[shared] = tracked.id
         self._loading[load.job] = tracked
         self._loads.append(load)
 
@@ -207,18 +148,7 @@ class SchedulerSide:
 
     def sources(self, request: Any, tokens: int) -> dict[str, int]:
         """From which tier the tokens of a load come: "host" or "disk"."""
-        tracked = self._requests.get(str(request.request_id))
-        lookup = None if tracked is None else tracked.lookup
-        if lookup is None or tracked is None:
-            return {"host": tokens}
-        host = min(max(lookup.host * self._page - tracked.local, 0), tokens)
-        return {name: count for name, count in (("host", host), ("disk", tokens - host)) if count}
-
-    def _unshare(self, tracked: Tracked) -> None:
-        """Nobody waits for this request's load any more: the engine has its blocks under their names, or it failed."""
-        if tracked.shared is not None and self._shared.get(tracked.shared) == tracked.id:
-            del self._shared[tracked.shared]
-        tracked.shared = None
+        return self._finder.sources(self._requests.get(str(request.request_id)), tokens)
 
     # ---- a step
 
@@ -227,7 +157,7 @@ class SchedulerSide:
         plan.loads, self._loads = self._loads, []
         self._prefill.begun(output.num_scheduled_tokens.values())
         self._stores.send(plan, self._preempted)
-        if self._writes and self.usable:
+        if self._writes and self._finder.usable:
             state = output.kv_connector_block_state
             for name, count in output.num_scheduled_tokens.items():
                 tracked = self._requests.get(name)
@@ -239,7 +169,7 @@ class SchedulerSide:
         """A step could not be planned: tell at least what the engine waits for, and use the cache no more."""
         plan.loads, self._loads = [*plan.loads, *self._loads], []
         plan.kept += self._stores.rescue()
-        if not self._refused:
+        if not self._finder.off:
             self.refuse(why)
 
     def _preempted(self, name: str) -> bool:
@@ -253,9 +183,10 @@ class SchedulerSide:
         self._prefill.ended()
         if report is None:
             return
-        if report.refused and not self._refused:
+        if report.refused and not self._finder.off:
             self.refuse(report.refused)
-        self._lost |= report.lost
+        for job, blocks in report.lost.items():
+            self._lost[job] = max(self._lost.get(job, 0), blocks)
         for job, count in report.done.items():
             self._done[job] += count
             if self._done[job] < self._workers:
@@ -265,25 +196,28 @@ class SchedulerSide:
             if tracked is None:
                 self._stores.over(job)
             else:
-                self._loaded(tracked, failed=job in self._lost)
-            self._lost.discard(job)
+                self._loaded(tracked, self._lost.get(job, 0))
+            self._lost.pop(job, None)
         for outcome, pages in report.audited.items():
             self._counters.add("audited_pages", outcome, pages)
         if report.audited["different"]:
             self._withdraw()
 
-    def _loaded(self, tracked: Tracked, *, failed: bool) -> None:
+    def _loaded(self, tracked: Tracked, lost: int) -> None:
+        """A load has ended, without the last so many of its blocks."""
         tracked.loading = False
+        if tracked.lookup is not None and tracked.lookup.account is not None:
+            tracked.lookup.account.gone = lost * self._block
         if tracked.audit is None:
             tracked.drop_lookup()
-        if failed:  # it would only fail again, and the engine would try for ever
+        if lost:  # it would only fail again, and the engine would try for ever
             tracked.refused = True
             tracked.planned = 0
-            self._unshare(tracked)
+            self._finder.unshare(tracked)
 
     def refuse(self, why: str) -> None:
         """From now on this engine runs without a cache."""
-        self._refused = why
+        self._finder.off = True
         _log.error("hicache: runs without a cache from now on: %s", why)
 
     def _withdraw(self) -> None:
@@ -301,12 +235,12 @@ class SchedulerSide:
         tracked = self._requests.pop(str(request.request_id), None)
         if tracked is None:
             return False
-        self._unshare(tracked)
+        self._finder.unshare(tracked)
         if tracked.loading:
             tracked.audit = None
             return False  # the engine keeps the blocks until the load has ended, which then closes the lookup
         tracked.drop_lookup()
-        return self._stores.finish(tracked, blocks, wanted=self._writes and self.usable)
+        return self._stores.finish(tracked, blocks, wanted=self._writes and self._finder.usable)
 
     def reset(self) -> bool:
         """Forget all pages of this model, here and in the service; whether that is done."""

@@ -195,7 +195,7 @@ class WorkerSide:
                 self._counters.failed(f"load: {reason}", -(-(len(load.blocks) - done) // self._per_page))
                 with self._lock:
                     self._bad.update(load.blocks[done:])
-                    self._report.lost.add(load.job)
+                    self._report.lost[load.job] = len(load.blocks) - done
             self._counters.add("load_seconds", count=time.monotonic() - begun)
             self._counters.add("load_bytes", count=done * self._tensors.block_bytes)
 

@@ -57,4 +57,4 @@ def test_copy_that_does_not_end_is_given_up(engines: Engines, service: Any, monk
     assert worker._worker is not side
     go_on.set()
     engine.run()
-    assert not engine.scheduler._scheduler.usable
+    assert not engine.scheduler._scheduler._finder.usable

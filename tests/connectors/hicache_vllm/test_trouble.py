@@ -244,7 +244,7 @@ def test_answer_that_comes_late_is_not_waited_for(engines: Engines, monkeypatch:
     until(lambda: engine.stepped() and short.num_tokens == short.wanted)
     until(lambda: engine.stepped() and request.num_tokens == request.wanted)
     assert engine.external == 0
-    assert engine.stats["missed/late"] == 1
+    assert engine.stats["missed_tokens/late"] > 0
     gate.set()
     engine.run()
     until(lambda: not engine.scheduler._cache.state.open_leases)

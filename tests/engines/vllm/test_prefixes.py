@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 
@@ -128,6 +129,26 @@ def test_many_prompts_one_after_another_and_at_once(engine: Engine, expected: Ex
         answers = engine.generate(*prompts)
     assert [answer.new for answer in answers] == [expected(prompt) for prompt in prompts]
     assert hits.external == sum((len(prompt) - 1) // PAGE * PAGE for prompt in prompts)
+
+
+def test_every_token_is_told(engine: Engine) -> None:
+    """Of all that this module's engine was asked: local and hit are what vLLM counts, and the rest has reasons."""
+    end = time.monotonic() + 30.0
+    while True:
+        engine.generate(prompt_of(9000, 5), tokens=1)  # a step, with which counts are told
+        found = engine.metrics()
+        parts = {name: told(found, name) for name in ("asked", "local", "hit", "missed")}
+        if parts["asked"] == parts["local"] + parts["hit"] + parts["missed"]:
+            break
+        assert time.monotonic() < end, found
+    assert parts["local"] == found["vllm:prefix_cache_hits"]
+    assert parts["hit"] == found["vllm:external_prefix_cache_hits"] > 0
+    assert set(found) & {f"vllm:hicache_missed_tokens/{reason}" for reason in ("cold", "unaligned_tail")}
+
+
+def told(metrics: dict[str, float], name: str) -> float:
+    """Sum of a counter of the connector's over its label."""
+    return sum(value for key, value in metrics.items() if key.partition("/")[0] == f"vllm:hicache_{name}_tokens")
 
 
 def test_fresh_process_finds_pages_in_storage(engines: Callable[..., Engine], storage: str, expected: Expected) -> None:

@@ -147,6 +147,7 @@ def test_server_over_http(server: Server, expected: Expected) -> None:
     assert server.complete(prompt) == expected(prompt)
     assert server.metric("vllm:external_prefix_cache_hits_total") == 4 * PAGE
     assert server.metric("vllm:hicache_hit_tokens_total{") == 4 * PAGE
+    assert server.metric("vllm:hicache_missed_tokens_total{") > 0
     assert server.metric("vllm:hicache_connected{") == 1
     assert server.metric("vllm:hicache_store_bytes_total{") > 0
     forget(server)
