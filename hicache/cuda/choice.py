@@ -28,7 +28,8 @@ _LENGTHS: Final = tuple(1 << bits for bits in range(8, 23, 2))
 _SCRATCH: Final = 32 << 20
 """Bytes on each side, for as long as it is measured: far above what caches hold of a link's traffic."""
 _SCRATCH_SHARE: Final = 64
-"""At most one part in so many of the device's free memory is taken for it."""
+"""At most one part in so many of the device's free memory is taken for it; but what a proof needs is."""
+_LEAST_SCRATCH: Final = 512 << 10
 _MOST_RUNS: Final = 1024
 _REPEATS: Final = 3
 _KERNEL_GAIN: Final = 1.1
@@ -246,7 +247,7 @@ class _Scratch:
 
 @contextmanager
 def _scratch(driver: CudaDriver) -> Iterator[_Scratch]:
-    size = min(_SCRATCH, driver.memory()[0] // _SCRATCH_SHARE)
+    size = max(min(_SCRATCH, driver.memory()[0] // _SCRATCH_SHARE), _LEAST_SCRATCH)
     device = driver.malloc(size)
     try:
         host = driver.host_alloc(size)

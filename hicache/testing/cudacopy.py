@@ -1,16 +1,15 @@
 """The copy kernel's own arithmetic on the CPU: which bytes each thread of a grid would move.
 
-It repeats, in numpy and by other words, what `hicache.cuda.kernels.SOURCE` does, so that tests can see that every byte
+It repeats, in other words, what `hicache.cuda.kernels.SOURCE` does, so that tests can see that every byte
 of a table is moved once for any grid, and a `FakeCuda` can run the kernel.
 """
 
 from __future__ import annotations
 
 import ctypes
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
-
-import numpy as np
 
 from hicache.cuda.driver import CudaError
 from hicache.cuda.kernels import LANES, NAME
@@ -23,14 +22,14 @@ _WIDTHS: Final = (16, 8, 4, 1)
 
 def chunks_of(first: Sequence[int], length: Sequence[int], chunk: int, *, blocks: int, warps: int) -> Iterator[Run]:
     """What each warp of a grid takes: (run, offset in it, bytes), warp after warp."""
-    chunks = int(first[-1])
+    chunks = first[-1]
     for block in range(blocks):
         share = range(chunks * block // blocks, chunks * (block + 1) // blocks)
         for warp in range(warps):
             for at in share[warp::warps]:
-                run = int(np.searchsorted(first, at, "right")) - 1
-                offset = (at - int(first[run])) * chunk
-                yield run, offset, min(int(length[run]) - offset, chunk)
+                run = bisect_right(first, at) - 1
+                offset = (at - first[run]) * chunk
+                yield run, offset, min(length[run] - offset, chunk)
 
 
 def moves_of(source: int, target: int, size: int) -> Iterator[tuple[int, int]]:
