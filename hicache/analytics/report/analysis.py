@@ -7,6 +7,7 @@ from typing import Final
 
 from hicache.analytics.report.content import Axis, LinePlot, Mark, Section, Series, Table
 from hicache.analytics.report.prompts import prefixes, requests, sessions
+from hicache.analytics.report.recorded import recorded_sections
 from hicache.analytics.report.shapes import asked_as_sum, cumulative, labelled, letters, side_by_side
 from hicache.analytics.report.trace_documents import AnalysisDocument
 from hicache.analytics.report.words import count, duration, percent, visible
@@ -23,6 +24,7 @@ _TOKENS: Final = "% of prompt tokens"
 
 def analysis_sections(documents: Documents, *, token_bytes: int | None = None) -> Iterator[Section]:
     """What traces tell; `token_bytes` turns pages into memory where it is known."""
+    yield from recorded_sections(documents)
     yield _asked(documents)
     if not any(document.requests for document in documents):
         return
@@ -126,6 +128,13 @@ def _knee_words(documents: Documents) -> Iterator[str]:
         curve = document.miss_ratio_curve
         if document.knee_pages is None:
             yield labelled(name, "No doubling of the memory adds a point of hit rate: there is no knee.")
+        elif document.knee_pages >= curve.points[-1].pages:
+            yield labelled(
+                name,
+                f"Up to the largest size of the curve, {count(curve.points[-1].pages)} pages, the last doubling still "
+                f"adds a point of hit rate: all of it pays, up to {percent(curve.points[-1].hit_rate_pages)} of pages "
+                "asked.",
+            )
         else:
             at = next(point for point in curve.points if point.pages >= (document.knee_pages or 0))
             yield labelled(
@@ -167,7 +176,7 @@ def _keeping(documents: Documents) -> Iterator[LinePlot]:
         "keeping",
         title,
         "Pages hit / pages asked, of a cache that keeps each page so long after its last use.",
-        Axis("kept after the last use", "time, logarithmic", "seconds", log=True),
+        Axis("kept after the last use", "time, logarithmic", "seconds", log=True, each=True),
         Axis("hit rate", _PAGES, "percent", least=0),
         series,
         Table(title, ("kept for", "hit rate, of pages", "pages held, mean"), rows),
@@ -295,7 +304,7 @@ def _page_sizes(documents: Documents) -> Section:
         title,
         "Tokens of whole pages in the longest known prefix / prompt tokens: a prefix is reused up to its last whole "
         "page.",
-        Axis("page size", "tokens, logarithmic", "count", log=True),
+        Axis("page size", "tokens, logarithmic", "count", log=True, each=True),
         Axis("reusable", _TOKENS, "percent", least=0),
         series,
         Table(f"{title}; lost: of what pages of one token would reuse", columns, rows),

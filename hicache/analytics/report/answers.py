@@ -8,6 +8,8 @@ from typing import Any, Final
 
 from hicache.analytics.analysis.knee import WORTH_DOUBLING
 from hicache.analytics.report.content import Answer
+from hicache.analytics.report.recorded import misses as recorded_misses
+from hicache.analytics.report.recorded import tiers as recorded_tiers
 from hicache.analytics.report.service import UNTOLD, total
 from hicache.analytics.report.service_documents import Ghost, ServiceDocument
 from hicache.analytics.report.service_state import pool_name
@@ -15,7 +17,7 @@ from hicache.analytics.report.shapes import labelled, letters
 from hicache.analytics.report.simulation import NOT_A_GAP, page_misses, tier_hits
 from hicache.analytics.report.simulation_documents import SimulationDocument, SweepDocument
 from hicache.analytics.report.sweep import point_name
-from hicache.analytics.report.trace_documents import AnalysisDocument
+from hicache.analytics.report.trace_documents import AnalysisDocument, Recorded
 from hicache.analytics.report.words import count, duration, percent, share, visible
 from hicache.analytics.simulate.advice import choose, varied
 
@@ -24,6 +26,16 @@ __all__ = ["answers_of"]
 _QUESTIONS: Final = ("What is the hit rate?", "What is the ideal?", "Why is there a gap?", "What would help?")
 _MOST_HELP: Final = 5
 _MOST_NEWS: Final = 1000
+_REMEDIES: Final = {
+    "evicted": "more memory",
+    "expired": "a longer life",
+    "failed": "better storage",
+    "late": "faster loading",
+    "other_instance": "better routing",
+    "other_namespace": "one namespace",
+    "over_budget": "more slots",
+    "bypassed": "no bypass",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +44,9 @@ class _Told:
 
     figure: str
     text: tuple[str, ...]
+
+
+_Answers = tuple[_Told, _Told, _Told, _Told]
 
 
 def answers_of(sources: Sequence[Mapping[str, Any]]) -> tuple[Answer, ...]:
@@ -52,20 +67,30 @@ def answers_of(sources: Sequence[Mapping[str, Any]]) -> tuple[Answer, ...]:
     )
 
 
-def _source(documents: Mapping[str, Any]) -> tuple[_Told, _Told, _Told, _Told]:
+def _source(documents: Mapping[str, Any]) -> _Answers:
     if "stats" in documents:
         return _of_service(documents["stats"])
     if "sweep" in documents:
-        return _of_sweep(documents["sweep"])
+        return _beside(_of_sweep(documents["sweep"]), documents.get("analyze"))
     if "simulate" in documents:
-        return _of_simulation(documents["simulate"])
-    return _of_trace(documents["analyze"])
+        return _beside(_of_simulation(documents["simulate"]), documents.get("analyze"))
+    trace: AnalysisDocument = documents["analyze"]
+    return _of_trace(trace) if trace.recorded is None else _of_log(trace, trace.recorded)
+
+
+def _beside(told: _Answers, trace: AnalysisDocument | None) -> _Answers:
+    """The answers, with the trace's own ideal where it is known."""
+    if trace is None or not trace.pages_asked:
+        return told
+    hit, ideal, gap, help_ = told
+    line = f"By the trace alone, where nothing takes time: {percent(trace.ideal_hit_rate_pages)}."
+    return hit, _Told(ideal.figure, (*ideal.text, line)), gap, help_
 
 
 # ---- a trace
 
 
-def _of_trace(document: AnalysisDocument) -> tuple[_Told, _Told, _Told, _Told]:
+def _of_trace(document: AnalysisDocument) -> _Answers:
     points = document.miss_ratio_curve.points
     if not document.pages_asked or not points:
         return (_NOTHING,) * 4
@@ -125,19 +150,34 @@ def _help_of_trace(document: AnalysisDocument) -> _Told:
     return _Told(f"{count(knee)} pages" if knee is not None else "little", tuple(lines))
 
 
+def _of_log(document: AnalysisDocument, log: Recorded) -> _Answers:
+    """Of an access log: what really happened."""
+    asked, hits, missed = log.pages_asked, recorded_tiers(log), recorded_misses(log)
+    if not asked:
+        return (_NOTHING,) * 4
+    hit = _Told(
+        share(sum(hits.values()), asked),
+        (f"Of {count(asked)} pages asked by {count(log.requests)} requests{_tiers(hits, asked)}.",),
+    )
+    ideal = _Told(
+        share(log.pages_that_could_hit, asked),
+        ("What a cache that forgets nothing would have hit of the pages asked.",),
+    )
+    return hit, ideal, _gap(missed, asked, "pages asked"), _help_of_trace(document)
+
+
 # ---- simulations
 
 
-def _of_simulation(document: SimulationDocument) -> tuple[_Told, _Told, _Told, _Told]:
+def _of_simulation(document: SimulationDocument) -> _Answers:
     asked = document.pages_asked
     if not asked:
         return (_NOTHING,) * 4
     hits, missed = tier_hits(document), page_misses(document)
-    tiers = ", ".join(f"{tier} {share(pages, asked)}" for tier, pages in hits.items() if pages)
     hit = _Told(
         share(sum(hits.values()), asked),
         (
-            f"Of {count(asked)} pages asked{f': {tiers}' if tiers else ', none hit'}.",
+            f"Of {count(asked)} pages asked{_tiers(hits, asked)}.",
             f"Of the prompt tokens {share(document.tokens_hit, document.tokens_asked)}.",
         ),
     )
@@ -153,11 +193,10 @@ def _help_of_simulation(document: SimulationDocument) -> _Told:
     saved = document.gpu_seconds_saved
     worth = f" ({document.money_saved:,.2f} in money)" if document.money_saved is not None else ""
     lines.append(f"As it is, hits save {saved:,.0f} GPU seconds of prefill{worth}.")
-    largest = _largest(page_misses(document))
-    return _Told(f"against: {largest}" if largest else "nothing more", tuple(lines))
+    return _Told(_remedy(page_misses(document), document.pages_asked), tuple(lines))
 
 
-def _of_sweep(document: SweepDocument) -> tuple[_Told, _Told, _Told, _Told]:
+def _of_sweep(document: SweepDocument) -> _Answers:
     found = choose(document.results)
     if found is None:
         return (_NOTHING,) * 4
@@ -172,17 +211,16 @@ def _of_sweep(document: SweepDocument) -> tuple[_Told, _Told, _Told, _Told]:
 # ---- a service
 
 
-def _of_service(document: ServiceDocument) -> tuple[_Told, _Told, _Told, _Told]:
+def _of_service(document: ServiceDocument) -> _Answers:
     hits, missed = total(document)
     asked = sum(hits.values()) + sum(missed.values())
     if not asked:
         return (_NOTHING,) * 4
-    tiers = ", ".join(f"{tier} {share(tokens, asked)}" for tier, tokens in hits.items() if tokens)
     hit = _Told(
         share(sum(hits.values()), asked),
         (
             f"Of {count(asked)} prompt tokens asked in {duration(document.service.uptime_seconds)} since the start"
-            f"{f': {tiers}' if tiers else ', none hit'}.",
+            f"{_tiers(hits, asked)}.",
         ),
     )
     ideal = _Told(
@@ -252,6 +290,13 @@ def _gap(missed: Mapping[str, int], asked: int, what: str) -> _Told:
     return _Told(f"{100 * sum(size for size, _ in causes) / asked:.2f} points", tuple(lines))
 
 
-def _largest(missed: Mapping[str, int]) -> str:
+def _tiers(hits: Mapping[str, int], asked: int) -> str:
+    found = ", ".join(f"{tier} {share(size, asked)}" for tier, size in hits.items() if size)
+    return f": {found}" if found else ", none hit"
+
+
+def _remedy(missed: Mapping[str, int], asked: int) -> str:
+    """In short what the largest cause of misses calls for."""
     causes = [(size, reason) for reason, size in missed.items() if reason not in NOT_A_GAP]
-    return visible(max(causes)[1], 60) if causes else ""
+    size, reason = max(causes, default=(0, ""))
+    return _REMEDIES.get(reason, visible(reason, 60)) if size >= WORTH_DOUBLING * asked else "little"

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from hicache.analytics.analysis.recorded import DEFINITIONS as OF_LOGS
 from hicache.analytics.analysis.report import DEFINITIONS as OF_TRACES
 from hicache.analytics.report.analysis import analysis_sections
 from hicache.analytics.report.answers import answers_of
@@ -92,7 +93,7 @@ def build(sources: Sequence[Source], *, token_bytes: int | None = None) -> Repor
         ),
         answers=answers_of(read),
         sections=tuple(sections),
-        definitions=_definitions(common),
+        definitions=_definitions(read),
         documents=tuple({kind: dict(document) for kind, document in source.documents.items()} for source in sources),
         warnings=tuple(visible(line, 1000) for source in sources for line in source.warnings),
     )
@@ -108,10 +109,13 @@ def _short(name: str) -> str:
     return visible(name.rstrip("/").rpartition("/")[2] or name, 80)
 
 
-def _definitions(kinds: set[str]) -> dict[str, str]:
+def _definitions(read: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     found: dict[str, str] = {}
+    kinds = {kind for each in read for kind in each}
     if "analyze" in kinds:
         found |= OF_TRACES
+    if any(each["analyze"].recorded is not None for each in read if "analyze" in each):
+        found |= OF_LOGS
     if kinds & {"simulate", "sweep"}:
         found |= OF_SIMULATIONS
     return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
@@ -54,6 +54,7 @@ class Axis:
         form: how its values are written: "count", "percent" (of fractions of 1), "seconds", "bytes" or "number".
         log: whether its scale is logarithmic; 0 then stands at its begin, and is named there.
         least, most: ends that it has whatever the values are.
+        each: whether each value has a tick, where they are few.
     """
 
     label: str
@@ -62,6 +63,7 @@ class Axis:
     log: bool = False
     least: float | None = None
     most: float | None = None
+    each: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,10 +231,3 @@ def tables_of(report: Report) -> Iterator[Table]:
     for section in report.sections:
         yield from (plot.table for plot in section.plots)
         yield from section.tables
-
-
-def columns_for(names: Sequence[str], columns: Sequence[str]) -> tuple[str, ...]:
-    """Columns once for each source, named by it where there are two."""
-    if len(names) == 1:
-        return tuple(columns)
-    return tuple(f"{name}: {column}" if column else name for name in names for column in columns)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 from collections.abc import Iterator
 from html import escape
 from importlib.resources import files
@@ -17,6 +18,8 @@ from hicache.analytics.report.words import shown, visible
 __all__ = ["to_html"]
 
 _LONG: Final = 100_000
+_BESIDE: Final = 5  # columns of a table up to which it has room beside its plot
+_OPTION: Final = re.compile(r"(?<![\w-])(--[a-z][a-z-]*)")
 
 
 def to_html(report: Report) -> str:
@@ -90,14 +93,14 @@ def _answer(answer: Answer, *, several: bool) -> Iterator[str]:
     for letter, figure in zip("AB", answer.figures, strict=False):
         mark = f"<small>{letter}</small>" if several else ""
         yield f'<span class="figure">{mark}{_text(figure)}</span>'
-    yield from (f"<p>{_text(line, _LONG)}</p>" for line in answer.text)
+    yield from (f"<p>{_sentence(line)}</p>" for line in answer.text)
     yield "</div>"
 
 
 def _section(section: Section) -> Iterator[str]:
     yield f'<section id="{section.key}" aria-labelledby="{section.key}-title">'
     yield f'<h2 id="{section.key}-title">{_text(section.title)}</h2>'
-    yield from (f"<p>{_text(line, _LONG)}</p>" for line in section.text)
+    yield from (f"<p>{_sentence(line)}</p>" for line in section.text)
     for plot in section.plots:
         yield from _figure(plot)
     for table in section.tables:
@@ -106,7 +109,8 @@ def _section(section: Section) -> Iterator[str]:
 
 
 def _figure(plot: Plot) -> Iterator[str]:
-    yield f'<figure id="{plot.key}"><figcaption><h3>{_text(plot.title)}</h3>'
+    broad = ' class="broad"' if len(plot.table.columns) > _BESIDE else ""
+    yield f'<figure id="{plot.key}"{broad}><figcaption><h3>{_text(plot.title)}</h3>'
     yield f"<p>{_text(plot.note, _LONG)}</p></figcaption>"
     yield "<div>"
     yield _legend(plot)
@@ -190,6 +194,11 @@ def _data(value: Any) -> str:
     """JSON that ends no script, whatever it holds."""
     text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _sentence(text: str) -> str:
+    """Words in which no option is broken at its dashes."""
+    return _OPTION.sub(r'<span class="option">\1</span>', _text(text, _LONG))
 
 
 def _text(text: str, most: int = 300) -> str:

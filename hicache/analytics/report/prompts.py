@@ -89,7 +89,7 @@ def _sharers(documents: Documents) -> Iterator[LinePlot]:
         "sharers",
         "Pages by how many requests share them",
         "Different pages that at least so many requests asked for.",
-        Axis("at least so many requests", "requests, logarithmic", "count", log=True),
+        Axis("shared by at least", "requests, logarithmic", "count", log=True),
         Axis("different pages", "pages, logarithmic", "count", log=True),
         series,
         Table("Pages that at least so many requests asked for", ("requests", "pages"), rows),
@@ -112,7 +112,7 @@ def sessions(documents: Documents) -> Section:
         "turns",
         "Turns of a session",
         "Share of the sessions with not more turns.",
-        Axis("turns", "requests, logarithmic", "count", log=True),
+        Axis("turns", "requests, logarithmic", "count", log=True, each=True),
         "sessions",
         [(labelled(name, "turns"), str(at), at > 0, each.sessions.turns) for at, (name, each) in named],
     )

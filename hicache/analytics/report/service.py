@@ -111,7 +111,7 @@ def _what_if(documents: Documents) -> Section:
                 title,
                 "Pages hit / pages asked since the start, had the tier another size, together with those above it and "
                 "as LRU: an estimate from a sample. The ideal misses only what was never asked before.",
-                Axis("size", "times its own, logarithmic", "number", log=True),
+                Axis("size", "times its own, logarithmic", "number", log=True, each=True),
                 Axis("hit rate", "% of pages asked", "percent", least=0),
                 tuple(series),
                 Table(title, columns, tuple(rows)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, TypeVar
 
-from hicache.analytics.report.content import Axis, Bar, BarPlot, LinePlot, Part, Series, Table, columns_for
+from hicache.analytics.report.content import Axis, Bar, BarPlot, LinePlot, Part, Series, Table
 from hicache.analytics.report.figures import Distribution
 from hicache.analytics.report.words import count, share, shown, visible
 
@@ -54,33 +54,35 @@ def asked_as_sum(
         {name for _, _, found in sources for name, size in found.items() if size},
         key=lambda name: (-sum(found.get(name, 0) for _, _, found in sources), name),
     )
-    bars, wholes = [], []
-    for name, hit, missed in sources:
-        whole = sum(hit.values()) + sum(missed.values())
-        wholes.append(whole)
-        parts = [(each, each, hit.get(each, 0)) for each in hits]
-        parts += [(f"missed: {each}", color_of(each), missed.get(each, 0)) for each in reasons]
-        shares = tuple(Part(each, color, size / whole if whole else 0.0) for each, color, size in parts if size)
-        bars.append(Bar(f"{name or what}: {count(whole)} {what if name else ''}".strip(), shares))
+    kinds = [*((name, name, name) for name in hits), *((name, _missed(name), color_of(name)) for name in reasons)]
+    wholes = [sum(hit.values()) + sum(missed.values()) for _, hit, missed in sources]
+    # No name is both a tier and a reason.
+    counts = [{**hit, **missed} for _, hit, missed in sources]
+    bars = tuple(
+        Bar(
+            f"{name}: {count(whole)} {what}" if name else f"{what}: {count(whole)}",
+            tuple(Part(label, color, found[key] / whole) for key, label, color in kinds if found.get(key)),
+        )
+        for (name, _, _), found, whole in zip(sources, counts, wholes, strict=True)
+    )
     rows = [
-        *(
-            _row(each, [(hit.get(each, 0), whole) for (_, hit, _), whole in zip(sources, wholes, strict=True)])
-            for each in hits
-        ),
-        *(
-            _row(
-                f"missed: {each}",
-                [(miss.get(each, 0), whole) for (_, _, miss), whole in zip(sources, wholes, strict=True)],
-            )
-            for each in reasons
-        ),
-        _row("asked, the sum", [(whole, whole) for whole in wholes]),
+        _row(label, [(found.get(key, 0), whole) for found, whole in zip(counts, wholes, strict=True)])
+        for key, label, _ in kinds
     ]
-    names = [name for name, _, _ in sources]
-    columns = ("from", *columns_for(names if len(names) > 1 else [""], (what.split(maxsplit=1)[0], "of asked")))
-    table = Table(f"{title}: {what} = hits + misses by reason", columns, tuple(rows), total=True)
+    rows.append(_row("asked, the sum", [(whole, whole) for whole in wholes]))
+    heads = tuple(labelled(name, head) for name, _, _ in sources for head in (what_unit(what), "of asked"))
+    table = Table(f"{title}: {what} = hits + misses by reason", ("from", *heads), tuple(rows), total=True)
     note = f"Shares of the {what}; the pieces add up to all of them, each miss has one reason."
-    return BarPlot(key, title, note, Axis("share", f"% of {what}", "percent", least=0, most=1), tuple(bars), table)
+    return BarPlot(key, title, note, Axis("share", f"% of {what}", "percent", least=0, most=1), bars, table)
+
+
+def what_unit(what: str) -> str:
+    """Pages or tokens, of "pages asked" or "prompt tokens"."""
+    return "tokens" if "tokens" in what else "pages"
+
+
+def _missed(reason: str) -> str:
+    return reason if reason == "missed" else f"missed: {reason}"
 
 
 def _row(name: str, figures: Sequence[tuple[int, int]]) -> tuple[str, ...]:
@@ -110,11 +112,15 @@ def cumulative(
             (_percentile(at), *(shown(dict(spread.percentiles)[at], axis.form) for *_, spread in found))
             for at in (0, 1, 10, 25, 50, 75, 90, 99, 100)
         ),
-        ("mean", *(shown(spread.mean, axis.form) for *_, spread in found)),
+        ("mean", *(_mean(spread.mean, axis.form) for *_, spread in found)),
         ("of how many", *(count(spread.count) for *_, spread in found)),
     ]
     table = Table(f"{title}: so much of {of} is not above", ("share", *(name for name, *_ in found)), tuple(rows))
     return LinePlot(key, title, note, axis, Axis("share", f"% of {of}", "percent", least=0, most=1), series, table)
+
+
+def _mean(value: float, form: str) -> str:
+    return shown(value, "number" if form == "count" else form)
 
 
 def _percentile(at: int) -> str:

@@ -6,7 +6,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from hicache.analytics.report.content import Axis, Bar, BarPlot, Part, Section, Table
-from hicache.analytics.report.shapes import asked_as_sum, color_of, cumulative, labelled, letters, side_by_side
+from hicache.analytics.report.shapes import (
+    asked_as_sum,
+    color_of,
+    cumulative,
+    labelled,
+    letters,
+    side_by_side,
+    what_unit,
+)
 from hicache.analytics.report.simulation_documents import SimulationDocument
 from hicache.analytics.report.words import count, duration, percent, share, visible
 from hicache.units import format_size
@@ -110,7 +118,7 @@ def gap_plot(key: str, what: str, named: Sequence[tuple[str, Mapping[str, int], 
         ]
         bars.append(Bar(labelled(name, f"ideal {share(sum(sizes), whole)} of {what}"), tuple(parts)))
         columns.append([(count(size), share(size, whole)) for size in (*sizes, sum(sizes))])
-    heads = tuple(labelled(name, head) for name, _, _ in named for head in (what.split(maxsplit=1)[0], "of asked"))
+    heads = tuple(labelled(name, head) for name, _, _ in named for head in (what_unit(what), "of asked"))
     rows = tuple(
         (label, *(cell for column in columns for cell in column[at]))
         for at, label in enumerate(("hit", *(f"missed: {cause}" for cause in causes), "ideal, the sum"))
@@ -206,7 +214,7 @@ def _times(documents: Documents) -> Section:
         "cache.",
         Axis("GPU seconds", "seconds of prefill", "count", least=0),
         tuple(bars),
-        Table(title, ("", "spent, s", "saved, s", "saved, of all", "money saved"), tuple(rows)),
+        Table(title, ("what", "spent, s", "saved, s", "saved, of all", "money saved"), tuple(rows)),
     )
     return Section("times", "What it is worth", (), (first, worth) if first.series else (worth,))
 

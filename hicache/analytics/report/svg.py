@@ -64,7 +64,7 @@ def _lines(plot: LinePlot, name: str, width: float, height: float, ticks: int) -
     x = scale_of(plot.x, [*(point[0] for point in points), *at["x"]], ticks=ticks)
     y = scale_of(plot.y, [*(point[1] for point in points), *edges, *at["y"]], ticks=5)
     left = max(len(tick_text(tick, plot.y.form)) for tick in y.ticks) * _LETTER + 12
-    frame = _Frame(name, width, height, left, 18, 30, 48)
+    frame = _Frame(name, width, height, left, 22, 30, 48)
     parts = [
         *_y_axis(frame, y, f"{plot.y.label}, {plot.y.unit}", plot.y.form),
         *_x_axis(frame, x, f"{plot.x.label}, {plot.x.unit}", plot.x.form),
@@ -165,7 +165,7 @@ def _free(taken: list[tuple[float, float, float]], left: float, size: float, top
 def _bars(plot: BarPlot, name: str, width: float, _height: float, ticks: int) -> str:
     longest = max((sum(part.value for part in bar.parts) for bar in plot.bars), default=0.0)
     x = scale_of(plot.x, [0.0, longest], ticks=ticks)
-    frame = _Frame(name, width, 56.0 + _ROW * len(plot.bars), 8, 18, 4, 48)
+    frame = _Frame(name, width, 56.0 + _ROW * len(plot.bars), 14, 24, 4, 48)
     parts = []
     for tick in x.ticks:
         left = frame.x(x(tick))

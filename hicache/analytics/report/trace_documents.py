@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from hicache.analytics.report.figures import MOST, Amount, Count, Distribution, Moment, Share, Text
+from hicache.analytics.report.figures import MOST, Amount, Count, Distribution, Moment, Share, Text, same
 
 __all__ = ["AnalysisDocument"]
 
@@ -103,6 +103,37 @@ class Tree(msgspec.Struct, frozen=True):
     hottest: list[HotPrefix]
 
 
+class Recorded(msgspec.Struct, frozen=True):
+    """What really happened, of an access log."""
+
+    requests: Count
+    aborted: Count
+    pages_asked: Count
+    pages_device: Count
+    pages_host: Count
+    pages_storage: Count
+    pages_missed: Count
+    misses_by_reason: dict[Text, Count]
+    tokens_asked: Count
+    tokens_hit: Count
+    recorded_hit_rate_pages: Share
+    recorded_hit_rate_tokens: Share
+    recorded_hit_rate_requests: Share
+    recorded_ideal_hit_rate_pages: Share
+    pages_that_could_hit: Count
+    load_seconds: Distribution
+    request_seconds: Distribution
+    processes: Count
+    requests_ended: Count
+    requests_left_out: Count
+    requests_dropped: Count
+    sample: Share
+
+    def __post_init__(self) -> None:
+        told = self.pages_device + self.pages_host + self.pages_storage + sum(self.misses_by_reason.values())
+        same(self.pages_asked, told, "pages_asked", "hits by tier and misses by reason")
+
+
 class AnalysisDocument(msgspec.Struct, frozen=True):
     """What `hicache analyze` prints."""
 
@@ -139,6 +170,7 @@ class AnalysisDocument(msgspec.Struct, frozen=True):
     page_sizes: list[PageSize]
     sessions: Sessions
     tree: Tree
+    recorded: Recorded | None = None
     each: list[AnalysisDocument] = []
 
     def __post_init__(self) -> None:
