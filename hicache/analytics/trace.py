@@ -27,9 +27,9 @@ _WORDS = [
         (r"JSON is malformed: (.*?) \((byte \d+)\)", r"no valid JSON at \2: \1"),
         (r"Input data was truncated", r"no valid JSON: it breaks off"),
         (r"Object missing required field `(\w+)`(?: - at `\$\.?(.*)`)?", r"the field \1 is missing"),
-        (r"Expected `(\w+)`, got `(\w+)` - at `\$\.(.*)`", r"\3 is of type \2 and must be \1"),
+        (r"Expected `(\w+)`, got `(\w+)` - at `\$\.?(.+)`", r"\3 is of type \2 and must be \1"),
         (r"Expected `(\w+)`, got `(\w+)`", r"it is of type \2 and must be \1"),
-        (r"Expected `(\w+)` ([<>]=?) (\S+) - at `\$\.(.*)`", r"\4 must be \2 \3"),
+        (r"Expected `(\w+)` ([<>]=?) (\S+) - at `\$\.?(.+)`", r"\4 must be \2 \3"),
     )
 ]
 

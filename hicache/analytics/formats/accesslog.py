@@ -35,6 +35,7 @@ from hicache.runtime.accesslog.format import (
     Entry,
     Head,
     NamespaceRecord,
+    begins_access_log,
     member_length,
     unpack,
 )
@@ -100,7 +101,7 @@ class RecordedDetails(Details):
 
 def looks_like_access_log(head: bytes) -> bool:
     """Whether a file that begins so is one, packed or unpacked."""
-    return head.startswith(SIGNATURE) or _SIGN in head
+    return begins_access_log(head) or _SIGN in head
 
 
 class _Block:
@@ -130,17 +131,23 @@ class AccessLogReader(Reader):
 
     def _requests(self, file: BinaryIO) -> Iterator[TraceRequest]:
         waiting: list[tuple[float, int, TraceRequest]] = []
-        for number, request in enumerate(self._in_order_of_ends(file)):
-            item = (request.time, number, request)
-            if len(waiting) < WINDOW:
-                heapq.heappush(waiting, item)
-            else:
-                yield heapq.heappushpop(waiting, item)[2]
+        damage: DamagedFile | None = None
+        try:
+            for number, request in enumerate(self._in_order_of_ends(file)):
+                item = (request.time, number, request)
+                if len(waiting) < WINDOW:
+                    heapq.heappush(waiting, item)
+                else:
+                    yield heapq.heappushpop(waiting, item)[2]
+        except DamagedFile as error:
+            damage = error
         while waiting:
             yield heapq.heappop(waiting)[2]
+        if damage is not None:
+            raise damage
 
     def _in_order_of_ends(self, file: BinaryIO) -> Iterator[TraceRequest]:
-        packed = cast("BufferedReader", file).peek(len(SIGNATURE)).startswith(SIGNATURE)
+        packed = begins_access_log(cast("BufferedReader", file).peek(2)[:2])
         for place, line in self._packed(file) if packed else self._unpacked(file):
             try:
                 request = self._read(line, place)
@@ -163,6 +170,8 @@ class AccessLogReader(Reader):
             try:
                 member = prefix + _whole(file, member_length(prefix) - len(prefix))
                 if len(member) < member_length(prefix):
+                    if SIGNATURE in member[1:]:
+                        raise ValueError("a block is damaged: another one begins within it")
                     self.breaks_off = True  # its writer was killed, or is at it just now
                     return
                 text = unpack(member)

@@ -25,7 +25,7 @@ WINDOW: Final = 4096
 
 _PASSED_OVER: Final = ("request_payload", "tool_start", "tool_end", "tool_error", "tool")
 
-Hash = Annotated[int, msgspec.Meta(ge=0, le=2**64 - 1)]
+Hash = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class _Replay(msgspec.Struct):
@@ -96,6 +96,8 @@ class DynamoReader(LineReader):
     def _made(self, request: _Request, replay: _Replay, agent: _Agent, number: int) -> TraceRequest:
         ids, tokens, unit = replay.input_sequence_hashes, replay.input_length, replay.trace_block_size
         check_count(len(ids), tokens, unit, partial=True, name="input_sequence_hashes")
+        if ids and max(ids) >= 2**64:
+            raise TraceError(f"input_sequence_hashes holds {max(ids)}, and hashes have 64 bits")
         scope = f"dynamo\n{request.model or ''}"
         assert request.request_received_ms is not None
         return TraceRequest(

@@ -20,7 +20,7 @@ import msgspec
 
 from hicache.analytics.formats.chains import Chain, Chains
 from hicache.analytics.formats.lines import Reader
-from hicache.analytics.formats.unpacking import Payloads
+from hicache.analytics.formats.unpacking import payloads
 from hicache.analytics.packing import DamagedFile
 from hicache.analytics.sources import Source
 from hicache.analytics.trace import MAX_TOKENS, Interner, Reading, TraceRequest, pack_ids
@@ -74,7 +74,7 @@ class EventReader(Reader):
         self._place = ""
 
     def _requests(self, file: BinaryIO) -> Iterator[TraceRequest]:
-        for number, (place, data) in enumerate(self._entries(file), start=1):
+        for number, (place, data) in enumerate(self._to_damage(self._entries(file)), start=1):
             self._place = f"{place} {number}"
             try:
                 changes = list(self._changes(data))
@@ -90,9 +90,8 @@ class EventReader(Reader):
         """JSON lines or payloads, and what an entry is called."""
         first = file.peek(1)[:1] if hasattr(file, "peek") else b""
         if first and (first[0] & 0xF0 in (0x80, 0x90) or first[0] in (0xDC, 0xDD, 0xDE, 0xDF)):
-            payloads = Payloads(file)
             try:
-                for payload in payloads:
+                for payload in payloads(file):
                     self._consumed += len(payload)
                     yield "message", payload
             except TraceError as error:
@@ -104,7 +103,7 @@ class EventReader(Reader):
     def _changes(self, data: bytes) -> Iterator[Change]:
         packed = self._place.startswith("message")
         found = self._decoded(msgspec.msgpack.decode if packed else msgspec.json.decode, data)
-        if found is None:
+        if found is None and not data.strip():
             return
         yield from _changes(found)
 

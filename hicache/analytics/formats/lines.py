@@ -53,17 +53,21 @@ class Reader:
         Raises:
             TraceError: a broken entry, named by its place, unless `skip_bad`.
         """
-        try:
-            with self.path.open("rb", buffering=1 << 20) as file:
-                yield from self._requests(file)
-        except DamagedFile:
-            if not self._reading.skip_bad:
-                raise
-            self.skipped += 1
+        with self.path.open("rb", buffering=1 << 20) as file:
+            yield from self._to_damage(self._requests(file))
 
     @abstractmethod
     def _requests(self, file: BinaryIO) -> Iterator[TraceRequest]:
         """Yield requests of an open file."""
+
+    def _to_damage(self, parts: Iterator[T]) -> Iterator[T]:
+        """The same, as far as the file can be read; that it breaks off counts as one broken entry."""
+        try:
+            yield from parts
+        except DamagedFile:
+            if not self._reading.skip_bad:
+                raise
+            self.skipped += 1
 
     def _bad(self, place: str, problem: object) -> None:
         """Count a broken entry, or raise."""
@@ -97,8 +101,7 @@ class Reader:
         Raises:
             TraceError: it cannot be read.
         """
-        if len(line) > MAX_LINE:
-            raise too_long()
+        check_length(line)
         try:
             return decode(line)
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
@@ -111,7 +114,7 @@ class LineReader(Reader):
     """Reads a line at a time, so that a file of any length needs the memory of one line."""
 
     def _requests(self, file: BinaryIO) -> Iterator[TraceRequest]:
-        for number, line in enumerate(self._lines(file), start=1):
+        for number, line in enumerate(self._to_damage(self._lines(file)), start=1):
             try:
                 request = self._request(line, number)
             except TraceError as error:
@@ -129,9 +132,14 @@ class LineReader(Reader):
         """
 
 
-def too_long() -> TraceError:
-    """The error for a line that is none."""
-    return TraceError(f"longer than {MAX_LINE // 2**20} MiB, so it is no line of a trace")
+def check_length(line: bytes) -> None:
+    """See that a line is no longer than any trace has.
+
+    Raises:
+        TraceError: it is.
+    """
+    if len(line) > MAX_LINE:
+        raise TraceError(f"longer than {MAX_LINE // 2**20} MiB, so it is no line of a trace")
 
 
 def check_count(ids: int, tokens: int, unit: int, *, partial: bool | None, name: str = "hash_ids") -> None:

@@ -15,10 +15,10 @@ from typing import BinaryIO, Final
 
 import numpy as np
 
-from hicache.analytics.formats.lines import LineReader, Reader, too_long
+from hicache.analytics.formats.lines import LineReader, Reader, check_length
 from hicache.analytics.packing import DamagedFile
 from hicache.analytics.sources import Source
-from hicache.analytics.trace import MAX_LINE, Interner, Reading, TraceRequest, pack_ids
+from hicache.analytics.trace import Interner, Reading, TraceRequest, pack_ids
 from hicache.errors import TraceError
 
 UNIT: Final = 1
@@ -93,8 +93,7 @@ class TableReader(_ObjectReader, LineReader):
             self._id, self._time = columns_of(self._reading.columns)
 
     def _request(self, line: bytes, number: int) -> TraceRequest | None:
-        if len(line) > MAX_LINE:
-            raise too_long()
+        check_length(line)
         try:
             text = line.decode().strip()
         except UnicodeDecodeError:

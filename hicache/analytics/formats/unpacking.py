@@ -2,75 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from typing import BinaryIO, Final
 
-from hicache.analytics.trace import MAX_LINE
+import msgspec
+
 from hicache.errors import TraceError
 
-# By the type byte: bytes behind it, or of the field that tells how many there are.
-_SIZED: Final = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}  # bytes and text
-_EXTENDED: Final = {0xC7: 1, 0xC8: 2, 0xC9: 4}  # the same, and a byte for its type
-# nothing, no, yes; floats; unsigned; signed; extensions
-_FIXED: Final = dict(
-    zip(
-        (0xC0, 0xC2, 0xC3, *range(0xCA, 0xD9)),
-        (0, 0, 0, 4, 8, 1, 2, 4, 8, 1, 2, 4, 8, 2, 3, 5, 9, 17),
-        strict=True,
-    )
-)
-_MANY: Final = {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: (2, 2), 0xDF: (4, 2)}  # count field, values an entry
+MAX_MESSAGE: Final = 2**24
+"""Bytes of a value; publishers' batches have some KiB."""
+
+_CHUNK: Final = 2**18
+_BEHIND: Final = re.compile(r".*trailing characters \(byte (\d+)\)")
+_BREAKS_OFF: Final = "Input data was truncated"
 
 
-class Payloads:
-    """The values of a file. Iterate once."""
+def payloads(file: BinaryIO) -> Iterator[bytes]:
+    """The values of a file, still encoded.
 
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self._data = bytearray()
+    Raises:
+        TraceError: the file breaks off, or is none of such values.
+    """
+    decode = msgspec.msgpack.Decoder(msgspec.Raw).decode
+    data, at, ended = b"", 0, False
+    while True:
+        while at < len(data):
+            size = _first(decode, memoryview(data)[at:])
+            if size is None:
+                break
+            yield data[at : at + size]
+            at += size
+        if ended:
+            if at < len(data):
+                raise TraceError("the last message breaks off; read what is in front of it with --skip-bad")
+            return
+        if len(data) - at > MAX_MESSAGE:
+            raise TraceError(f"a message is longer than {MAX_MESSAGE >> 20} MiB, so this is no capture of KV events")
+        # Twice as much each time, as what is there is looked through again.
+        more = file.read(max(_CHUNK, len(data) - at))
+        data, at, ended = data[at:] + more, 0, not more
 
-    def __iter__(self) -> Iterator[bytes]:
-        """Yield encoded values.
 
-        Raises:
-            TraceError: the file breaks off, or is none of such values.
-        """
-        while first := self._file.read(1):
-            self._data = bytearray(first)
-            self._skip(first[0])
-            yield bytes(self._data)
-
-    def _skip(self, kind: int) -> None:
-        left = self._inside(kind)
-        while left:
-            left += self._inside(self._take(1)[0]) - 1
-
-    def _inside(self, kind: int) -> int:
-        """Read what belongs to a value of a kind; how many values are inside it."""
-        if kind < 0x80 or kind >= 0xE0:
-            return 0
-        if kind < 0xA0:
-            return (kind & 0x0F) * (2 if kind < 0x90 else 1)
-        if kind < 0xC0:
-            self._take(kind & 0x1F)
-            return 0
-        if kind in _FIXED:
-            self._take(_FIXED[kind])
-            return 0
-        if kind in _MANY:
-            width, each = _MANY[kind]
-            return int.from_bytes(self._take(width), "big") * each
-        field = _SIZED.get(kind) or _EXTENDED.get(kind)
-        if field is None:
-            raise TraceError("this is no MessagePack")
-        self._take(int.from_bytes(self._take(field), "big") + (kind in _EXTENDED))
-        return 0
-
-    def _take(self, size: int) -> bytes:
-        if len(self._data) + size > MAX_LINE:
-            raise TraceError(f"a message is longer than {MAX_LINE // 2**20} MiB, so this is no capture of KV events")
-        data = self._file.read(size)
-        if len(data) < size:
-            raise TraceError("the last message breaks off; read what is in front of it with --skip-bad")
-        self._data += data
-        return data
+def _first(decode: Callable[[memoryview], object], data: memoryview) -> int | None:
+    """Bytes of the first value; None where it goes on behind the end."""
+    try:
+        decode(data)
+    except (msgspec.DecodeError, RecursionError) as error:
+        text = str(error)
+        if text == _BREAKS_OFF:
+            return None
+        if (found := _BEHIND.fullmatch(text)) is not None and int(found[1]):
+            return int(found[1])
+        raise TraceError(f"this is no MessagePack: {text}") from None
+    return len(data)

@@ -181,7 +181,7 @@ def test_few_bytes_cannot_ask_for_tokens_beyond_memory(tmp_path: Path, text: str
 
 
 def test_unknown_format_name() -> None:
-    with pytest.raises(TraceError, match=r"known are auto, dynamo, .*mooncake"):
+    with pytest.raises(TraceError, match=r"known are auto, .*mooncake"):
         open_trace([], form="parquet")
 
 
