@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, BinaryIO, Final, Protocol, cast
 
 from hicache.analytics.packing import PACKINGS, Packing, Unpacking, packing_of
 from hicache.errors import TraceError
-from hicache.runtime.accesslog.format import SIGNATURE
+from hicache.runtime.accesslog.format import SIGNATURE, begins_access_log
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -140,7 +140,7 @@ def source_of(path: Path) -> Source:
     source = _plain_source(path)
     with source.open("rb") as file:
         head = file.read(max(len(SIGNATURE), *(len(sign) for sign, _ in PACKINGS)))
-    packing = None if head.startswith(SIGNATURE) else packing_of(head)  # our own logs are read block by block
+    packing = None if begins_access_log(head) else packing_of(head)  # our own logs are read block by block
     return source if packing is None else Packed(source, packing)
 
 

@@ -27,6 +27,7 @@ __all__ = [
     "Entry",
     "Head",
     "NamespaceRecord",
+    "begins_access_log",
     "member_length",
     "pack",
     "unpack",
@@ -159,6 +160,11 @@ def pack(head: Head, entries: Sequence[Entry]) -> bytes:
     body = deflate.compress(text) + deflate.flush()
     length = PREFIX_BYTES + len(body) + _TAIL.size
     return b"".join((SIGNATURE, _LENGTH.pack(length), body, _TAIL.pack(zlib.crc32(text), len(text))))
+
+
+def begins_access_log(head: bytes) -> bool:
+    """Whether a file that begins so is an access log; of one of a few bytes, whether it could become one."""
+    return bool(head) and SIGNATURE.startswith(head[: len(SIGNATURE)])
 
 
 def member_length(prefix: bytes) -> int:
