@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 from hicache.cuda.pinned import PINNINGS, Pinning
 from hicache.errors import ConfigError
 from hicache.units import whole_number
 
-__all__ = ["CudaOptions", "Method", "Reuse"]
+__all__ = ["DEFAULTS", "CudaOptions", "Method", "Reuse"]
 
 Method: TypeAlias = Literal["auto", "plain", "batch", "kernel"]
 
@@ -55,3 +55,6 @@ class CudaOptions:
         for name, number in (("blocks", self.blocks), ("in_flight_bytes", self.in_flight_bytes)):
             if number is not None and (whole_number(number) is None or number < 1):
                 raise ConfigError(f"{name}={number!r:.40} of a CUDA pool is not a whole number of 1 or more")
+
+
+DEFAULTS: Final = CudaOptions()

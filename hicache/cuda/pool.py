@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 import threading
 from collections.abc import Iterable
@@ -16,7 +17,7 @@ from hicache.core.layout import KVGeometry
 from hicache.cuda.driver import OUT_OF_MEMORY, CudaDriver, CudaError, Event, Stream
 from hicache.cuda.events import CudaEvent
 from hicache.cuda.executors import PlainExecutor
-from hicache.cuda.options import CudaOptions
+from hicache.cuda.options import DEFAULTS, CudaOptions
 from hicache.cuda.pinned import PinnedHostPool, host_parts
 from hicache.cuda.regions import Region, TensorMemory, regions_of
 from hicache.cuda.runs import HostPart, PageRuns
@@ -82,6 +83,7 @@ class CudaDevicePool(DevicePool):
         self._keep = keep
         self._owned = owned
         self._closed = False
+        self._process = os.getpid()
         self._lock = threading.Lock()
         self._own = driver.stream()
         self._plain = PlainExecutor(driver)
@@ -97,7 +99,7 @@ class CudaDevicePool(DevicePool):
         page_size: int,
         layout: str,
         stream: Any = None,
-        options: CudaOptions = CudaOptions(),
+        options: CudaOptions = DEFAULTS,
         driver: CudaDriver | None = None,
     ) -> CudaDevicePool:
         """A pool over an engine's own tensors on a GPU, which are used where they are: nothing is copied or allocated.
@@ -139,7 +141,7 @@ class CudaDevicePool(DevicePool):
         layout: str | None = None,
         device: int | None = None,
         stream: Any = None,
-        options: CudaOptions = CudaOptions(),
+        options: CudaOptions = DEFAULTS,
         driver: CudaDriver | None = None,
     ) -> CudaDevicePool:
         """A pool with memory of its own on a GPU.
@@ -225,7 +227,7 @@ class CudaDevicePool(DevicePool):
 
         So it does not give their memory to others while that runs, even if the engine lets go of it.
         """
-        tensors = self._keep if isinstance(self._keep, (list, tuple)) else [self._keep]
+        tensors: Any = self._keep if isinstance(self._keep, (list, tuple)) else [self._keep]
         for tensor in tensors:
             if hasattr(tensor, "record_stream"):
                 torch: Any = sys.modules["torch"]  # the tensor is of it
@@ -316,7 +318,7 @@ class CudaDevicePool(DevicePool):
             self._runs.clear()
             self._uses.clear()
         self._keep = None
-        if self._owned:
+        if self._owned and os.getpid() == self._process:
             self.driver.free(self._owned)
             self._owned = 0
 

@@ -366,12 +366,11 @@ class FakeCuda:
         self.timeline.put(self._stream(stream), Work(end, begin=begin, seconds=self._seconds(kind, runs, size)))
 
     def _check_range(self, address: int, size: int, *, by_kernel: bool) -> None:
-        """Kernels reach only memory of devices and pinned memory, as a whole."""
-        if not by_kernel:
-            return
+        """Nothing may leave the memory in which it begins; kernels reach only the device's and what is pinned."""
         reachable = (self.allocated, self.registered, {start: size for start, (size, _) in self._foreign.items()})
-        if not any(_inside(ranges, address, size) for ranges in reachable):
-            raise CudaError("a kernel", "cudaErrorIllegalAddress", 700, f"{size} bytes at {address:#x}")
+        known = any(_inside(ranges, address, 1) for ranges in reachable)
+        if (known or by_kernel) and not any(_inside(ranges, address, size) for ranges in reachable):
+            raise CudaError("a copy", "cudaErrorIllegalAddress", 700, f"{size} bytes at {address:#x}")
 
     def _buffer(self, size: int) -> int:
         buffer = ctypes.create_string_buffer(size + _ALIGNMENT)
