@@ -17,9 +17,11 @@ class Auditing:
         job: its number. tracked: the request. pages: 1.
         stage: READY with the step behind the one that computes the page.
         reason: why it is not compared, or "".
+        hashes: none, see `Saving`.
     """
 
     pages = 1
+    hashes = b""
 
     def __init__(self, job: int, tracked: Tracked, page: int, blocks: list[int], lookup: Lookup) -> None:
         self.job = job

@@ -234,6 +234,12 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         keeps, parameters = self.request_finished_all_groups(request, (block_ids,))
         return bool(keeps), parameters
 
+    @guarded(lambda *_: None)
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """The engine's own table of cached blocks."""
+        if self._scheduler is not None:
+            self._scheduler.bind(gpu_block_pool)
+
     @guarded(lambda *_: False)
     def reset_cache(self) -> bool | None:
         """Forget all pages of this model, as after a change of weights; whether that is done."""

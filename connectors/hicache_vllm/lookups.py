@@ -53,6 +53,7 @@ class Lookup:
         pages: leading pages that are in host memory and pinned, once `done`; 0 where there is nothing.
         host, storage: how many of them were in which tier when it began.
         reason: why nothing was asked, or answered, once it is done; None where the service has told what it has.
+        hashes: of the prompt's whole pages, 32 bytes each, once it is done.
         account: is closed with what the service says of its pages at the end; or None.
     """
 
@@ -68,6 +69,7 @@ class Lookup:
     ) -> None:
         self.pages = self.host = self.storage = 0
         self.reason: Missed | None = None
+        self.hashes = b""
         self.account: Account | None = None
         self._cache = cache
         self._tasks = tasks
@@ -89,6 +91,7 @@ class Lookup:
             if left > 0 and not self._closed:
                 named = scope.arguments()
                 request = self._cache.request(tokens, deadline=left, **named)
+                self.hashes = request.page_hashes
                 found = request.load()
                 self.pages = len(found)
                 self.host = min(request.match.host, self.pages)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from hashlib import sha256
 from typing import Any
@@ -25,6 +26,7 @@ class Tracked:
         account: what is to be counted when the engine takes it up, as it was answered last; or None.
         local: tokens that the engine itself had when it asked last.
         loading: whether a load of its pages is under way.
+        brought: hashes of pages that a load has brought, until the engine has its blocks under their names.
         shared: key by which others wait for what it loads, or None.
         waited: when it began to wait for another's load, or None.
         planned: leading pages that are in host memory, or on their way there.
@@ -41,6 +43,7 @@ class Tracked:
         self.account: Account | None = None
         self.local = 0
         self.loading = False
+        self.brought = b""
         self.shared: bytes | None = None
         self.waited: float | None = None
         self.planned = 0
@@ -60,6 +63,11 @@ class Tracked:
             more = np.asarray(self._request.all_token_ids[have:count], dtype=np.uint32)
             self._tokens = np.concatenate((self._tokens, more))
         return self._tokens[:count]
+
+    @property
+    def block_hashes(self) -> Sequence[bytes]:
+        """What vLLM calls its whole blocks."""
+        return getattr(self._request, "block_hashes", ())
 
     @property
     def length(self) -> int:

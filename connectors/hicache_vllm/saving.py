@@ -43,6 +43,7 @@ class Saving:
     Attributes:
         stage: where it stands.
         reason: why nothing is stored; empty where something is, or nothing has to be.
+        hashes: of its pages, 32 bytes each, once it is not PREPARING any more.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Saving:
         self.tracked = tracked
         self.pages = pages
         self.reason = ""
+        self.hashes = b""
         self.stage = Stage.PREPARING
         self._blocks = blocks
         self._first = 0
@@ -80,6 +82,7 @@ class Saving:
         lease = None
         try:
             lease = self._cache.request(tokens, deadline=self._deadline, logits=False, **scope.arguments())
+            self.hashes = lease.page_hashes
             self._reserve(lease)
         except OutOfSlots:
             self.reason = "host pool full"

@@ -23,6 +23,7 @@ from hicache_vllm.identity import Identity
 from hicache_vllm.plans import Load, Report, StepPlan
 from hicache_vllm.prefill import PrefillRate
 from hicache_vllm.requests import Tracked
+from hicache_vllm.residency import HASH_BYTES, Residency
 from hicache_vllm.scopes import Scopes
 from hicache_vllm.settings import Settings
 from hicache_vllm.stores import Stores
@@ -78,6 +79,7 @@ class SchedulerSide:
         self._prefill = PrefillRate(now, self._report_prefill)
         self._adapters = Adapters()
         self._numbers = itertools.count(1)
+        self._residency = Residency(cache, self._tasks, per_page=identity.blocks, block=self._block, now=now)
         self._stores = Stores(
             cache,
             self._tasks,
@@ -85,6 +87,7 @@ class SchedulerSide:
             deadline=settings.deadline,
             numbers=self._numbers,
             counters=counters,
+            residency=self._residency,
         )
         self._requests: dict[str, Tracked] = {}
         self._loads: list[Load] = []
@@ -157,13 +160,25 @@ class SchedulerSide:
         plan.loads, self._loads = self._loads, []
         self._prefill.begun(output.num_scheduled_tokens.values())
         self._stores.send(plan, self._preempted)
+        self._residency.step()
         if self._writes and self._finder.usable:
             state = output.kv_connector_block_state
             for name, count in output.num_scheduled_tokens.items():
                 tracked = self._requests.get(name)
                 if tracked is not None:
+                    self._has_brought(tracked)
                     self._scopes.seen(tracked.scope)
                     self._stores.begin(tracked, tracked.whole_after(count), lambda name=name: _first(state, name))  # type: ignore[misc]
+
+    def _has_brought(self, tracked: Tracked) -> None:
+        """The engine computes a request: what was loaded before stands under its names now."""
+        if tracked.brought:
+            self._residency.came(tracked.scope, tracked.brought, tracked.block_hashes)
+            tracked.brought = b""
+
+    def bind(self, pool: Any) -> None:
+        """Tell the service which pages the engine's block pool holds."""
+        self._residency.bind(pool)
 
     def rescue(self, plan: StepPlan, why: str) -> None:
         """A step could not be planned: tell at least what the engine waits for, and use the cache no more."""
@@ -208,6 +223,8 @@ class SchedulerSide:
         tracked.loading = False
         if tracked.lookup is not None and tracked.lookup.account is not None:
             tracked.lookup.account.gone = lost * self._block
+            if not lost:
+                tracked.brought = tracked.lookup.hashes[: HASH_BYTES * tracked.planned]
         if tracked.audit is None:
             tracked.drop_lookup()
         if lost:  # it would only fail again, and the engine would try for ever

@@ -19,6 +19,7 @@ from hicache_vllm.auditing import Auditing
 from hicache_vllm.counters import Counters
 from hicache_vllm.plans import StepPlan
 from hicache_vllm.requests import Tracked
+from hicache_vllm.residency import Residency
 from hicache_vllm.saving import Saving, Stage
 from hicache_vllm.tasks import Tasks
 
@@ -41,6 +42,7 @@ class Stores:
         deadline: seconds for the service to give slots.
         numbers: gives each store a number.
         counters: gets what is counted.
+        residency: hears which pages the engine has.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class Stores:
         deadline: float,
         numbers: Iterator[int],
         counters: Counters,
+        residency: Residency,
     ) -> None:
         self._cache = cache
         self._tasks = tasks
@@ -60,6 +63,7 @@ class Stores:
         self._deadline = deadline
         self._numbers = numbers
         self._counters = counters
+        self._residency = residency
         self._works: dict[int, Saving | Auditing] = {}
         self._ended: dict[str, Tracked] = {}
         self._kept: list[str] = []
@@ -156,6 +160,7 @@ class Stores:
             self._counters.failed(f"store: {work.reason}", work.pages)
         work.end(aborted=bool(work.reason))
         tracked = work.tracked
+        self._residency.came(tracked.scope, work.hashes, tracked.block_hashes)
         tracked.works.discard(job)
         if self._ended.get(tracked.id) is tracked and not tracked.works and not self._save_rest(tracked):
             del self._ended[tracked.id]

@@ -38,6 +38,11 @@ class RequestView:
         return self._verbs.tokens
 
     @property
+    def page_hashes(self) -> bytes:
+        """Names of the prompt's whole pages, one behind the other; empty where its adapter has no digest."""
+        return self._verbs.page_hashes
+
+    @property
     def closed(self) -> bool:
         """Whether it was closed, by its owner or with the cache."""
         return self._verbs.closed

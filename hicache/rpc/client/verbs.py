@@ -87,6 +87,11 @@ class RequestVerbs:
         self.commits = Commits(state.watcher, state.counters, self._publish)
 
     @property
+    def page_hashes(self) -> bytes:
+        """Of the whole pages; empty where they have no names."""
+        return self._hashes
+
+    @property
     def whole(self) -> int:
         """Whole pages of the prompt."""
         return self.limit if self._by_hash else len(self._symbols) // self._width

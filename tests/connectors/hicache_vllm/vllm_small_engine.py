@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
+from hashlib import sha256
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,6 +59,12 @@ class Request:
     blocks: list[int] = field(default_factory=list)
     remote: bool = False
     external: int = 0
+
+    @property
+    def block_hashes(self) -> list[bytes]:
+        """Names of the whole blocks."""
+        known = np.asarray(self.all_token_ids, np.uint32).tobytes()
+        return [sha256(known[: 4 * end]).digest() for end in range(BLOCK, self.num_tokens + 1, BLOCK)]
 
     @property
     def num_tokens(self) -> int:

@@ -18,6 +18,10 @@ import pytest
 from conftest import prompt_of
 from vllm_engine import PAGE, Engine
 
+from hicache.rpc.address import Address
+from hicache.rpc.client.admin import AdminClient
+from hicache.rpc.client.options import Secrets
+
 Engines = Callable[..., Engine]
 Expected = Callable[..., list[int]]
 
@@ -98,6 +102,20 @@ def test_service_that_comes_late_dies_and_comes_back(engines: Engines, service: 
     assert engine.reset()
     (answer,) = engine.generate(prompt)
     assert (answer.new, answer.cached) == (expected(prompt), 4 * PAGE)
+
+
+def test_what_the_engine_holds_itself_is_known_to_the_service(engines: Engines, service: Service) -> None:
+    """Four pages of a prompt and what was generated; none once the engine has forgotten its blocks."""
+    service.start()
+    engine = engines({"address": service.address, "deadline": BUDGET})
+    engine.generate(prompt_of(305, 300))
+    with AdminClient(Address.parse(service.address), Secrets()) as admin:
+        for pages in (4, 0):
+            end = time.monotonic() + PATIENCE
+            while admin.statistics()["pools"][0]["device_pages"] != pages:
+                engine.generate(prompt_of(9000, 5), tokens=1)
+                assert time.monotonic() < end, admin.statistics()["pools"][0]
+            assert engine.reset()
 
 
 def test_service_that_is_killed_while_it_is_used(engines: Engines, service: Service, expected: Expected) -> None:
