@@ -53,7 +53,10 @@ demo: $(STAMP)
 	done
 	rm -rf $(DEMO)
 
-test: lint unit wheel
+# Types and the wheel take one core each for about as long: side by side first. What they print comes in one piece each.
+test: $(STAMP)
+	$(MAKE) --no-print-directory --jobs 2 --output-sync=target lint wheel
+	$(MAKE) --no-print-directory unit
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check $(SOURCES)
@@ -69,9 +72,10 @@ contract: $(STAMP)
 	$(BIN)/buf build proto --exclude-source-info -o -#format=json | $(BIN)/python -m json.tool --indent 1 > proto/released.json
 
 # One process a core, up to eight. A test that hangs for two minutes fails and takes its process with it; another goes on.
+# Those that want the machine for themselves come first: one process compiles all tests, the others find that done.
 unit: $(STAMP)
-	$(PYTEST) $(COVERED) --numprocesses auto --maxprocesses 8 --dist worksteal -m "not alone" tests
-	$(PYTEST) $(COVERED) --cov-append -m alone tests
+	$(PYTEST) $(COVERED) -m alone tests
+	$(PYTEST) $(COVERED) --cov-append --numprocesses auto --maxprocesses 8 --dist worksteal -m "not alone" tests
 	$(BIN)/coverage report
 
 # What users install is the wheel, so it is tried in an environment of its own, without any extra. The generated code is
@@ -119,3 +123,4 @@ mutants: $(STAMP)
 
 clean:
 	rm -rf $(VENV) build dist benchmarks/out .coverage .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find $(SOURCES) -name __pycache__ -prune -exec rm -rf {} +

@@ -58,9 +58,9 @@ def main(trace: Path) -> None:
         work = Path(folder)
         run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", work, ROOT, cwd=work)
         wheel = next(work.glob("hicache-*.whl"))
-        venv.create(work / "env", with_pip=True)
+        venv.create(work / "env", with_pip=False)  # pip of this environment works on that one
         binaries = work / "env" / "bin"
-        run(binaries / "python", "-m", "pip", "install", "--quiet", wheel, cwd=work)
+        run(sys.executable, "-m", "pip", "--python", binaries / "python", "install", "--quiet", wheel, cwd=work)
         run(binaries / "python", "-c", IMPORTS, cwd=work)
         run(binaries / "hicache", "--help", cwd=work)
         sizes = ["--device", "200", "--host", "400", "--storage", f"file://{work}/store?capacity=64MiB"]
