@@ -139,6 +139,7 @@ def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 def _listed(path: str, items: Sequence[Any]) -> Iterator[tuple[str, Any]]:
     key = _PLACES.get(path.rpartition(".")[2])
+    points = _points(items)
     seen: dict[Any, int] = {}
     for place, item in enumerate(items):
         name: Any = place
@@ -146,10 +147,20 @@ def _listed(path: str, items: Sequence[Any]) -> Iterator[tuple[str, Any]]:
             found = [
                 item[each] for each in ((key,) if key else _NAMES) if isinstance(item.get(each), str | int | float)
             ]
-            name = found[0] if found else place
+            name = points[place] if points else found[0] if found else place
         seen[name] = seen.get(name, 0) + 1
         label = f"{name}" if seen[name] == 1 else f"{name} {seen[name]}"
         yield from _leaves(f"{path}[{label}]", item)
+
+
+def _points(items: Sequence[Any]) -> list[str]:
+    """Names of a sweep's points: by the settings in which they differ; empty for other records."""
+    settings = [item.get("settings") for item in items if isinstance(item, Mapping)]
+    known = [each for each in settings if isinstance(each, Mapping)]
+    if not known or len(known) < len(items):
+        return []
+    varied = [name for name in known[0] if any(each.get(name) != known[0][name] for each in known)]
+    return [", ".join(f"{name} {each.get(name)}" for name in varied) or f"{place}" for place, each in enumerate(known)]
 
 
 # ---- hits and misses

@@ -57,14 +57,17 @@ def answers_of(sources: Sequence[Mapping[str, Any]]) -> tuple[Answer, ...]:
         Answer(
             question,
             tuple(each[number].figure for each in told),
-            tuple(
-                labelled(name, visible(line, _MOST_NEWS))
-                for name, each in zip(names, told, strict=True)
-                for line in each[number].text
-            ),
+            tuple(_lines([(name, each[number].text) for name, each in zip(names, told, strict=True)])),
         )
         for number, question in enumerate(_QUESTIONS)
     )
+
+
+def _lines(texts: Sequence[tuple[str, tuple[str, ...]]]) -> Iterator[str]:
+    """Sentences with the letters of their sources; without them where all say the same."""
+    same = len({text for _, text in texts}) == 1
+    for name, text in texts[:1] if same else texts:
+        yield from (labelled("" if same else name, visible(line, _MOST_NEWS)) for line in text)
 
 
 def _source(documents: Mapping[str, Any]) -> _Answers:

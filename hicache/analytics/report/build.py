@@ -15,8 +15,10 @@ from hicache.analytics.report.difference import difference_section
 from hicache.analytics.report.documents import KINDS, parse
 from hicache.analytics.report.service import service_sections
 from hicache.analytics.report.simulation import simulation_sections
+from hicache.analytics.report.simulation_documents import SweepDocument
 from hicache.analytics.report.sweep import sweep_sections
 from hicache.analytics.report.words import visible
+from hicache.analytics.simulate.advice import choose
 from hicache.analytics.simulate.result import DEFINITIONS as OF_SIMULATIONS
 from hicache.errors import InvalidInput
 
@@ -81,7 +83,7 @@ def build(sources: Sequence[Source], *, token_bytes: int | None = None) -> Repor
     for kind in kinds:
         more = {"token_bytes": token_bytes} if kind == "analyze" else {}
         if len(sources) > 1:
-            section = difference_section(*(source.documents[kind] for source in sources))
+            section = difference_section(*(_compared(source, kind) for source in sources))
             sections.append(_renamed(section, kind) if several else section)
         made = _SECTIONS[kind]([each[kind] for each in read], **more)
         sections += [_renamed(section, kind) if several else section for section in made]
@@ -97,6 +99,19 @@ def build(sources: Sequence[Source], *, token_bytes: int | None = None) -> Repor
         documents=tuple({kind: dict(document) for kind, document in source.documents.items()} for source in sources),
         warnings=tuple(visible(line, 1000) for source in sources for line in source.warnings),
     )
+
+
+def _compared(source: Source, kind: str) -> Mapping[str, Any]:
+    """What is compared of a source: of a sweep the point that it recommends, as two sweeps have points of their own."""
+    document = source.documents[kind]
+    if kind != "sweep":
+        return document
+    results = parse(document, SweepDocument, name=source.name).results
+    found = choose(results)
+    if found is None:
+        return {}
+    point: Mapping[str, Any] = document["results"][next(at for at, each in enumerate(results) if each is found[0])]
+    return point
 
 
 def _renamed(section: Section, kind: str) -> Section:

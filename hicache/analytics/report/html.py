@@ -18,7 +18,7 @@ from hicache.analytics.report.words import shown, visible
 __all__ = ["to_html"]
 
 _LONG: Final = 100_000
-_BESIDE: Final = 5  # columns of a table up to which it has room beside its plot
+_BESIDE: Final = 6  # columns of a table up to which it has room beside its plot
 _OPTION: Final = re.compile(r"(?<![\w-])(--[a-z][a-z-]*)")
 
 
@@ -110,7 +110,7 @@ def _section(section: Section) -> Iterator[str]:
 
 def _figure(plot: Plot) -> Iterator[str]:
     broad = ' class="broad"' if len(plot.table.columns) > _BESIDE else ""
-    yield f'<figure id="{plot.key}"{broad}><figcaption><h3>{_text(plot.title)}</h3>'
+    yield f'<figure id="plot-{plot.key}"{broad}><figcaption><h3>{_text(plot.title)}</h3>'
     yield f"<p>{_text(plot.note, _LONG)}</p></figcaption>"
     yield "<div>"
     yield _legend(plot)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import ceil, floor, isclose, log10
+from math import ceil, floor, isclose, log2, log10
 from typing import Final
 
 from hicache.analytics.report.content import Axis
@@ -18,7 +18,6 @@ _GUTTER: Final = 0.07
 
 _STEPS: Final = (1.0, 2.0, 5.0, 10.0)
 _SECONDS: Final = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10_800, 21_600, 43_200, 86_400)
-_BINARY: Final = tuple(2 ** (10 * power) for power in range(6))
 _FEW: Final = 8  # values so few that each of them has a tick
 _TIMES: Final = (1e-6, 1e-5, 1e-4, 1e-3, 0.01, 0.1, 1.0, 10.0, 60.0, 600.0, 3600.0, 36_000.0, 86_400.0, 864_000.0)
 _UNITS: Final = ((86_400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
@@ -69,20 +68,19 @@ def scale_of(axis: Axis, values: Iterable[float], *, ticks: int) -> Scale:
     least = min(least, 0.0) if axis.least is None else axis.least
     if most <= least:
         most = least + (1.0 if axis.form != "percent" else 0.01)
-    step = _step((most - least) / max(ticks, 1), axis.form, most)
+    step = _step((most - least) / max(ticks, 1), axis.form)
     first, last = floor(least / step + 1e-9), ceil(most / step - 1e-9)
     ends = (first * step, last * step) if axis.most is None else (first * step, most)
     marks = tuple(number * step for number in range(first, last + 1) if number * step <= ends[1] * (1 + 1e-9))
     return Scale(ends[0], ends[1], False, False, marks)
 
 
-def _step(rough: float, form: str, most: float) -> float:
+def _step(rough: float, form: str) -> float:
     """The least round step that is not smaller; whole numbers of things, round ones of the unit that is shown."""
     if form == "seconds" and rough >= 1:
         return next((step for step in _SECONDS if step >= rough), _round(rough / 86_400.0) * 86_400.0)
     if form == "bytes":
-        unit = float(max((size for size in _BINARY if size <= most), default=1))
-        return max(1.0, _round(rough / unit) * unit)
+        return max(1.0, 2.0 ** ceil(log2(rough)))
     return max(1.0, _round(rough)) if form == "count" else _round(rough)
 
 
@@ -99,6 +97,8 @@ def _logarithmic(axis: Axis, values: Sequence[float], *, zero: bool, ticks: int)
         return Scale(least, most, True, zero, ((0.0,) if zero else ()) + tuple(values))
     if axis.form == "seconds":
         known = [time for time in _TIMES if least <= time <= most]
+        if len(known) < 3:
+            known = [float(time) for time in sorted({*_TIMES, *_SECONDS}) if least <= time <= most]
     else:
         known = [10.0**power for power in range(ceil(log10(least) - 1e-9), floor(log10(most) + 1e-9) + 1)]
         if len(known) < 3:

@@ -77,18 +77,19 @@ def _lines(documents: Sequence[SweepDocument], names: Sequence[str]) -> Iterator
         for number, ((place, label), points) in enumerate(lines.items())
     ]
     cells = tuple(
-        (label, count(value), percent(result.hit_rate_pages))
+        (label, f"{value:,g}", percent(result.hit_rate_pages))
         for label, value, result in sorted(rows, key=lambda row: (row[0], row[1]))
     )
     plain = name.replace("_", " ")
     more = f" The first {_MOST_LINES} of {len(series):,} lines are drawn." if len(series) > _MOST_LINES else ""
     title = f"Hit rate by {plain}"
+    form = "number" if name == "speed" else "count"
     above = all(point[0] > 0 for line in series for point in line.points)
     yield LinePlot(
         "sweep-lines",
         title,
         f"Pages hit / pages asked of each point, a line for each combination of the other settings.{more}",
-        Axis(plain, f"{_UNITS[name]}{', logarithmic' if above else ''}", "count", log=above, each=True),
+        Axis(plain, f"{_UNITS[name]}{', logarithmic' if above else ''}", form, log=above, each=True),
         Axis("hit rate", "% of pages asked", "percent", least=0),
         tuple(series[:_MOST_LINES]),
         Table(title, ("line", plain, "hit rate, of pages"), cells),
@@ -104,13 +105,13 @@ def _memory(documents: Sequence[SweepDocument], names: Sequence[str]) -> Iterato
         known = sorted(((size, each) for size, each in known if isfinite(size)), key=lambda pair: pair[0])
         labels = tuple(point_name(each, names) for _, each in known)
         points = tuple((size, each.hit_rate_pages) for size, each in known)
-        series.append(Series(labelled(letter, "points"), str(place), points, dots=True, labels=labels))
+        series.append(Series(labelled(letter, "points"), ("0", "2")[place], points, dots=True, labels=labels))
         taken = None if found is None else found[0]
         if taken is not None and isfinite(size := sum(memory(taken)[:2])):
             series.append(
                 Series(
                     labelled(letter, "recommended"),
-                    str(place + 1 if place == 0 else 4),
+                    ("1", "4")[place],
                     ((size, taken.hit_rate_pages),),
                     dots=True,
                     labels=(point_name(taken, names),),
