@@ -114,11 +114,12 @@ class ChosenExecutors:
 
     Attributes:
         choice: what was decided.
+        executors: those that are left.
     """
 
     def __init__(self, executors: Executors, choice: Choice) -> None:
         self.choice = choice
-        self._executors = executors
+        self.executors = executors
 
     def run(self, table: RunTable, stream: Stream, *, to_device: bool) -> str:
         """Put the copies of a table into a stream; the method that carries them out.
@@ -129,12 +130,12 @@ class ChosenExecutors:
         if not len(table):
             return ""
         name = self.choice.method(table.total // len(table), to_device=to_device)
-        self._executors.usable[name].run(table, stream)
+        self.executors.usable[name].run(table, stream)
         return name
 
     def close(self) -> None:
         """Give back what the executors hold, once their work has passed. Idempotent."""
-        self._executors.close()
+        self.executors.close()
 
 
 def choose(

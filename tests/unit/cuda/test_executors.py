@@ -81,6 +81,30 @@ def test_a_batch_is_cut_in_calls_of_bounded_size() -> None:
     del found
 
 
+def test_the_oldest_table_is_waited_for_when_all_are_in_use() -> None:
+    """A stream stands still until somebody waits for it: only then may its first table make room."""
+
+    class StandsStill(FakeCuda):
+        door: Any
+
+        def synchronize(self, event: Any) -> None:
+            self.door.open()
+            super().synchronize(event)
+
+    cuda = StandsStill(kernels=KERNELS)
+    executors = opened(cuda)
+    (source, given_bytes), (target, found) = memory(cuda, 16 * 20), memory(cuda, 16 * 20)
+    given_bytes[:] = np.arange(16 * 20) % 251
+    stream = cuda.stream()
+    cuda.door = cuda.gate(stream)
+    for at in range(0, 16 * 20, 16):
+        table = RunTable(np.array([source + at]), np.array([target + at]), np.array([16]))
+        executors.usable["kernel"].run(table, stream)
+    cuda.finish()
+    assert np.array_equal(found, given_bytes)
+    executors.close()
+
+
 @pytest.mark.parametrize("runs", [3, 60])
 def test_a_table_is_not_overwritten_before_its_kernel_has_passed(runs: int) -> None:
     """More tables than buffers, in one stream that does not move: the one too many waits, and no table is lost."""

@@ -183,7 +183,7 @@ def test_the_source_copies_every_run_exactly(
             at[run] = reached
             reached += -(-length[run] // step) * step
         places.append((at, reached))
-    memory = np.zeros(places[0][1] + places[1][1] + 64, np.uint8)
+    memory = np.zeros(places[0][1] + places[1][1] + 2 * LARGEST_CHUNK, np.uint8)  # room for whoever writes too far
     base = -(-memory.ctypes.data // 16) * 16 - memory.ctypes.data
     split = -(-places[0][1] // 16) * 16 + base
     source, target = memory[base:split], memory[split:]

@@ -1,0 +1,70 @@
+"""The results of all parts as one table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def report(results: dict[str, dict[str, Any]]) -> str:
+    """Markdown, from the parts' documents by name."""
+    any_result = next(iter(results.values()))
+    facts = any_result["device"]
+    title = "A dry run without a GPU: its times mean nothing" if facts["fake"] else facts["name"]
+    lines = [f"# {title}", ""]
+    lines.append(
+        f"Driver for CUDA {facts['driver'] // 1000}.{facts['driver'] % 1000 // 10}, compute capability "
+        f"{'.'.join(map(str, facts['capability']))}, {facts['multiprocessors']} multiprocessors. "
+        f"`benchmarks/gpu_check.sh`, revision {any_result['revision']}."
+    )
+    lines += ["", "| part | | seconds |", "|---|---|---|"]
+    for name, one in results.items():
+        lines.append(f"| {name} | {'ok' if one['ok'] else 'FAILED ' + one.get('error', '')} | {one['seconds']:.0f} |")
+    for name, make in (("bandwidth", _bandwidth), ("overlap", _overlap), ("replay", _replay)):
+        if name in results and "error" not in results[name]:
+            lines += ["", f"## {name.capitalize()}", "", *make(results[name])]
+    return "\n".join(lines) + "\n"
+
+
+def _bandwidth(part: dict[str, Any]) -> list[str]:
+    lines = ["GB/s between events, each beside one pinned `cudaMemcpyAsync` of as many bytes.", ""]
+    lines += ["| page | in runs of | direction | way | GB/s | of the pinned copy | with its table | wrong bytes | |"]
+    lines += ["|---|---|---|---|---|---|---|---|---|"]
+    for row in part["rows"]:
+        where = "to device" if row["to_device"] else "to host"
+        mark = "" if row["bar"] is None else f"{'ok' if row['ok'] else 'MISSED'}, bar {row['bar']}"
+        lines.append(
+            f"| {_size(row['page_bytes'])} | {_size(row['run_bytes'])} | {where} | {row['method']} "
+            f"| {row['rate'] / 1e9:.2f} | {row['ratio']:.3f} | {row['with_table_rate'] / 1e9:.2f} "
+            f"| {row['wrong_bytes']} | {mark} |"
+        )
+    return lines
+
+
+def _overlap(part: dict[str, Any]) -> list[str]:
+    lines = ["A load of 32 layers behind compute of equal length.", ""]
+    lines += ["| way | load, ms | compute, ms | both, ms | hidden |", "|---|---|---|---|---|"]
+    for row in part["hidden"]:
+        times = " | ".join(f"{row[name] * 1e3:.2f}" for name in ("load_seconds", "compute_seconds", "both_seconds"))
+        lines.append(f"| {row['method']} | {times} | {row['hidden']:.3f} |")
+    lines += ["", "The same compute with copies both ways beside it.", ""]
+    lines += ["| way | compute | blocks of the kernel | slower by |", "|---|---|---|---|"]
+    for row in part["slowdown"]:
+        blocks = f"{row['blocks']} on {row['multiprocessors']} multiprocessors" if row["blocks"] else ""
+        lines.append(f"| {row['method']} | {row['kind']} | {blocks} | {row['slowdown'] * 100:.1f} % |")
+    return lines
+
+
+def _replay(part: dict[str, Any]) -> list[str]:
+    lines = ["| run | seconds | pages verified | pages wrong |", "|---|---|---|---|"]
+    cells = [
+        f"{run['name']} | {run['seconds']:.1f} | {run['pages_verified']:,} | {run['pages_wrong']}"
+        for run in part["runs"]
+    ]
+    return lines + [f"| {row} |" for row in cells]
+
+
+def _size(count: int) -> str:
+    for unit, size in (("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= size:
+            return f"{count / size:.4g} {unit}"
+    return f"{count} B"
