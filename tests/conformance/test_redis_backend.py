@@ -124,14 +124,13 @@ class TestClusterBackend(RedisTests):
                     raise
 
 
-class InEachWrapper(RedisTests):
+class InWrappers(RedisTests):
     """On one of the servers: wrappers do not know which it is."""
 
-    @pytest.fixture(autouse=True, params=WRAPPERS)
-    def opened(self, request: pytest.FixtureRequest, one_running: list[Server]) -> None:
-        self.wrapper = WRAPPERS[request.param]
-        self.servers = one_running
-        for server in one_running:
+    def wrap(self, wrapper: str, servers: list[Server]) -> None:
+        self.wrapper = WRAPPERS[wrapper]
+        self.servers = servers
+        for server in servers:
             server.call("FLUSHALL")
         self.backend = self.make_backend()
 
@@ -139,9 +138,15 @@ class InEachWrapper(RedisTests):
         return self.wrapper(RedisBackend.from_url(StorageUrl.parse(self.url())))
 
 
-class TestInEachWrapper(InEachWrapper):
-    pass
+class TestInEachWrapper(InWrappers):
+    @pytest.fixture(autouse=True, params=WRAPPERS)
+    def opened(self, request: pytest.FixtureRequest, one_running: list[Server]) -> None:
+        self.wrap(request.param, one_running)
 
 
-class TestClusterInEachWrapper(InEachWrapper, TestClusterBackend):
-    pass
+class TestClusterInAllWrappers(InWrappers, TestClusterBackend):
+    """One in the other, as a cache has them; what each does alone, one server, files and memory show."""
+
+    @pytest.fixture(autouse=True)
+    def opened(self, one_running: list[Server]) -> None:
+        self.wrap("all of them", one_running)
