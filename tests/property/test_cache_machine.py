@@ -178,6 +178,7 @@ def test_the_driver_reaches_everything() -> None:
 @pytest.mark.slow
 @pytest.mark.case(*CASES)
 @given(data=st.data())
+@pytest.mark.no_cover
 def test_random_histories_that_shrink(data: st.DataObject) -> None:
     """Short ones: shrinking has to end before the time-out of a test does."""
     drive_in_memory(DrawnChoices(data), 25)

@@ -73,6 +73,7 @@ def run(driver: CoreDriver, steps: int) -> None:
 @pytest.mark.slow
 @pytest.mark.case("LEAK-3", "RACE-1", "RACE-3", "RACE-7", "FAIL-2", "EVICT-3", "STAT-3", "STAT-4")
 @given(config=CONFIGS, data=st.data())
+@pytest.mark.no_cover
 def test_random_histories_that_shrink(config, data):
     run(CoreDriver(DrawnChoices(data), config), 40)
 
@@ -100,6 +101,7 @@ def test_long_random_histories_where_host_is_the_top_tier(part, config, seed):
 
 @pytest.mark.slow
 @given(config=HOSTED, data=st.data())
+@pytest.mark.no_cover
 def test_random_histories_where_host_is_the_top_tier_that_shrink(config, data):
     run(CoreDriver(DrawnChoices(data), config, hashes=True), 40)
 

@@ -149,6 +149,7 @@ def test_the_driver_reaches_everything() -> None:
 @pytest.mark.case(*CASES)
 @settings(max_examples=30)
 @given(data=st.data())
+@pytest.mark.no_cover
 def test_random_histories_that_shrink(data: st.DataObject) -> None:
     """Short ones: shrinking has to end before the time-out of a test does."""
     drive_in_memory(DrawnChoices(data), 25)
