@@ -49,6 +49,7 @@ _COMMANDS = {
         "replay",
         "analyze",
         "diff",
+        "convert",
         "plan",
         "simulate",
         "sweep",
