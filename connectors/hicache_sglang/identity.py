@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Final
 
 from msgspec.structs import replace
@@ -13,7 +13,7 @@ from hicache.core.identity import Namespace
 from hicache.core.layout import KVGeometry
 from hicache.core.partition import ShardPlan, plan_shards
 from hicache.errors import ConfigError
-from hicache.runtime.fingerprint import revision_of
+from hicache.runtime.modelconfig import model_and_revision
 from hicache_sglang.pool import PoolShape
 from hicache_sglang.settings import Settings, scales_digest
 
@@ -156,13 +156,9 @@ def _model(config: Any, settings: Settings, facts: Mapping[str, Any]) -> tuple[s
     model = settings.model or config.model_name or facts.get("model_path")
     if not model:
         raise ConfigError('the model has no name: add "model": "org/name" to the extra config')
-    revision = settings.revision or facts.get("revision")
-    if revision is None:
-        folder = next((path for path in (facts.get("model_path"), model) if path and os.path.isdir(path)), None)
-        revision = None if folder is None else revision_of(folder)
-    if revision is None:
-        return model, None, [f'weights of {model} are told apart by name only: add "revision" when they may change']
-    return model, revision, []
+    loaded = SimpleNamespace(name_or_path=facts.get("model_path"))  # that folder's weights, whatever the name
+    _, revision, told = model_and_revision(model, settings.revision or facts.get("revision"), loaded)
+    return model, revision, told
 
 
 def _overrides(facts: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from hicache.runtime.fingerprint import revision_of
+
 KEYS = [sha256(b"page").hexdigest()]
 SLOTS = torch.arange(4)
 
@@ -87,7 +89,17 @@ def test_model_and_revision_come_from_the_engine(plugin: Plugin, pools: Any, tmp
     folder = SimpleNamespace(model_path=str(tmp_path))
     before = digest(plugin(pools.mha(), arguments=folder))
     (tmp_path / "config.json").write_text('{"rope_theta": 2}')
-    assert digest(plugin(pools.mha(), arguments=folder)) != before
+    after = digest(plugin(pools.mha(), arguments=folder))
+    assert after != before
+    served = {"model": str(tmp_path), "revision": revision_of(tmp_path)}
+    assert digest(plugin(pools.mha(), extra=served)) == digest(plugin(pools.mha(), extra={"model": str(tmp_path)}))
+
+
+def test_weights_that_only_a_name_tells_apart_are_warned_about(
+    plugin: Plugin, pools: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    plugin(pools.mha())
+    assert "told apart by name only: give a revision" in caplog.text
 
 
 def test_draft_layers_are_part_of_the_name(plugin: Plugin, pools: Any) -> None:
