@@ -407,11 +407,6 @@ class LeaseBook:
                 self._expired += 1
                 self._end(lease, f"it was not used for {self._seconds:g} seconds")
 
-    def next_expiry(self) -> float | None:
-        """When the next lease may expire, by the loop's clock."""
-        used = min((lease.used for lease in self._leases.values() if lease.ended is None), default=None)
-        return None if used is None or not self._seconds else used + self._seconds
-
     def _free_if_let_go(self, lease: HeldLease) -> RequestCounts | None:
         if lease.counts is None and lease.ended is not None and not lease.awaits:
             del self._leases[lease.number]

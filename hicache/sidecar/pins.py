@@ -130,10 +130,6 @@ class Pins:
                 self._drop(pin)
                 self._expired += 1
 
-    def next_expiry(self) -> float | None:
-        """When the next pin ends by itself, by the loop's clock."""
-        return min((pin.until for pin in self._pins.values() if pin.until is not None), default=None)
-
     def leave(self, pool: Pool) -> None:
         """The pool is being closed."""
         for pin in list(self._pins.values()):

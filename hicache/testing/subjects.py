@@ -9,10 +9,10 @@ import asyncio
 import hashlib
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Final, Protocol, Self
+from typing import Any, Final, Self
 
 import numpy as np
 
@@ -42,28 +42,6 @@ def content_of(tokens: Sequence[int], page: int, size: int) -> bytes:
     """The bytes of a page: a function of all tokens up to its end."""
     past = repr(list(map(int, tokens[: (page + 1) * PAGE]))).encode()
     return hashlib.shake_128(past).digest(size)
-
-
-class SubjectRequest(Protocol):
-    """What requests of every door have in common."""
-
-    @property
-    def match(self) -> Match: ...
-    @property
-    def counts(self) -> RequestCounts: ...
-    @property
-    def tokens(self) -> int: ...
-    @property
-    def closed(self) -> bool: ...
-    @property
-    def bypassed(self) -> bool: ...
-    def load(self) -> Any: ...
-    def allocate(self, pages: int | None = None, *, deadline: float | None = None) -> Any: ...
-    def commit(self, upto: int | None = None, *, ready: Any = None) -> None: ...
-    def extend(self, tokens: Any, *, extras: Iterable[Any] = ()) -> None: ...
-    def close(self, *, aborted: bool = False) -> RequestCounts: ...
-    def __enter__(self) -> Self: ...
-    def __exit__(self, *exception: Any) -> None: ...
 
 
 class Subject:

@@ -87,10 +87,6 @@ class Names:
         """Directory of one generation."""
         return f"{self.namespace_path(namespace)}/{generation}"
 
-    def leaf_path(self, folder: str, leaf: int) -> str:
-        """A fan-out directory."""
-        return folder + self._leaves[leaf]
-
     def parse(self, namespace: str, generation: str, leaf: int, name: str) -> ObjectKey | None:
         """The key whose object has exactly this place, or None for a file that is none of ours."""
         try:
