@@ -27,8 +27,8 @@ def check(out: Path, sources: Sequence[Path]) -> None:
         for source in sources:
             if out.exists() and source.exists() and out.samefile(source):
                 raise ConfigError(f"--out {out!s:.200}: is a source of the report; name another file")
-    except (OSError, ValueError) as error:  # a NUL in the name
-        raise ConfigError(f"--out {str(out)!r:.200}: {error}; name a file that can be written") from None
+    except OSError as error:
+        raise ConfigError(f"--out {str(out)!r:.200}: {error.strerror}; name a file that can be written") from None
 
 
 def write(text: str, out: Path | None) -> None:

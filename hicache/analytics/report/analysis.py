@@ -10,7 +10,7 @@ from hicache.analytics.report.prompts import prefixes, requests, sessions
 from hicache.analytics.report.recorded import recorded_sections
 from hicache.analytics.report.shapes import asked_as_sum, cumulative, labelled, letters, side_by_side
 from hicache.analytics.report.trace_documents import AnalysisDocument
-from hicache.analytics.report.words import count, duration, percent, visible
+from hicache.analytics.report.words import count, duration, ending, percent
 from hicache.units import format_size
 
 __all__ = ["analysis_sections"]
@@ -68,7 +68,7 @@ def _each(documents: Documents) -> Iterator[Table]:
         if document.each:
             rows = tuple(
                 (
-                    visible(file.name, 60), count(file.requests), count(file.pages_asked),
+                    ending(file.name, 60), count(file.requests), count(file.pages_asked),
                     percent(file.ideal_hit_rate_pages), percent(file.ideal_hit_rate_tokens), _pages(file.knee_pages),
                 )
                 for file in document.each[:_MOST_FILES]

@@ -7,7 +7,7 @@ from typing import Final
 
 from hicache.units import format_size
 
-__all__ = ["count", "duration", "percent", "points", "shown", "visible"]
+__all__ = ["count", "duration", "ending", "percent", "points", "shown", "visible"]
 
 LONGEST_NAME: Final = 200
 _TIMES: Final = ((86_400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
@@ -17,6 +17,11 @@ def visible(text: str, most: int = LONGEST_NAME) -> str:
     """Text of others in one line: what cannot be seen, or turns what comes after it around, is written as its code."""
     cut = text if len(text) <= most else text[: most - 1] + "…"
     return "".join(each if each.isprintable() else f"\\u{ord(each):04x}" for each in cut)
+
+
+def ending(text: str, most: int) -> str:
+    """The end of a long name, which tells files apart."""
+    return visible(text if len(text) <= most else "…" + text[1 - most :])
 
 
 def count(value: float) -> str:
