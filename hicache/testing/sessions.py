@@ -15,6 +15,7 @@ from hicache.core.identity import Namespace
 from hicache.core.layout import KVGeometry
 from hicache.core.symbols import symbols
 from hicache.rpc.service import Attached, Attachment, Caller, Leased, Piece, RequestScope
+from hicache.runtime.accesslog.writer import AccessLogWriter
 from hicache.sidecar.estate import Estate
 from hicache.sidecar.heritage import take_over
 from hicache.sidecar.processes import Peer
@@ -105,6 +106,7 @@ async def running(
     inherits: Estate | None = None,
     leave: Left | None = None,
     orderly: bool = True,
+    log: AccessLogWriter | None = None,
     **sections: Any,
 ) -> AsyncIterator[tuple[SidecarService, FakeLifelines]]:
     """A service that takes requests.
@@ -116,6 +118,7 @@ async def running(
         inherits: what it takes over.
         leave: gets its estate.
         orderly: whether clients that are left at its end say goodbye and are gone.
+        log: its access log, which stays the caller's to close.
         sections: more of its configuration.
     """
     config = Config(**({"host": Host(bytes=Size(size), populate=False)} | sections))
@@ -127,6 +130,7 @@ async def running(
         storage=backend,
         storage_name=storage or "",
         lifelines=cast("Any", lifelines),
+        log=log,
     )
     if inherits is not None:
         await take_over(service.pools, inherits, storage=storage or "")
