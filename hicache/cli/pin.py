@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 
 from hicache.cli.output import Table, print_json, print_table
 from hicache.cli.service import (
@@ -13,7 +14,7 @@ from hicache.cli.service import (
     required_target,
     seconds_of,
 )
-from hicache.errors import ConfigError, InvalidInput
+from hicache.errors import ConfigError, HicacheError, InvalidInput
 from hicache.units import format_size
 
 HELP = "keep prefixes in host memory"
@@ -41,7 +42,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a prompt a line, as token ids [1, 2, ...]; - is standard input",
     )
     parser.add_argument(
-        "--name", default="", help="for `hicache unpin`; of several prompts each gets a number behind it"
+        "--name",
+        default="",
+        help="for `hicache unpin`; of several prompts the pins are NAME-1, NAME-2 and so on, and NAME ends them all "
+        "(default: chosen for you)",
     )
     parser.add_argument("--hard", action="store_true", help="requests may not take the pages even if they need room")
     parser.add_argument("--ttl", default="0", metavar="SECONDS", help="for how long (default: 0, for ever)")
@@ -59,9 +63,15 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(f"{len(prompts)} prompts to pin: more than 1,000 is what `hicache warm` is for")
     pinned = []
     with connected(options) as client:
-        for number, prompt in enumerate(prompts, 1):
-            name = f"{options.name}-{number}" if options.name and len(prompts) > 1 else options.name
-            pinned.append(client.pin(target, prompt, hard=options.hard, ttl_seconds=ttl, name=name))
+        try:
+            for number, prompt in enumerate(prompts, 1):
+                name = f"{options.name}-{number}" if options.name and len(prompts) > 1 else options.name
+                pinned.append(client.pin(target, prompt, hard=options.hard, ttl_seconds=ttl, name=name))
+        except HicacheError:
+            with contextlib.suppress(HicacheError):  # all of them, or none
+                for pin in pinned:
+                    client.unpin(pin.name)
+            raise
     if options.json:
         print_json(
             {"pins": [{"name": p.name, "pages": p.pages, "of_pages": p.of_pages, "bytes": p.bytes} for p in pinned]}

@@ -57,6 +57,8 @@ def connected(options: argparse.Namespace) -> Iterator[AdminClient]:
         ConfigError: an address, a file or a time that does not work.
     """
     from hicache.rpc.address import Address
+
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # else gRPC writes lines of its own before ours, such as about TLS
     from hicache.rpc.client.admin import AdminClient
 
     address, secrets = Address.parse(options.address), secrets_of(options)

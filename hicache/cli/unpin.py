@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import re
 
 from hicache.cli.output import print_json, say
 from hicache.cli.service import add_service_arguments, connected
-from hicache.errors import ConfigError
+from hicache.errors import ConfigError, NotFound
 
 HELP = "let pinned prefixes go"
 
@@ -14,7 +15,9 @@ HELP = "let pinned prefixes go"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options."""
     add_service_arguments(parser)
-    parser.add_argument("--name", metavar="NAME", help="the pin, as `hicache pins` shows it")
+    parser.add_argument(
+        "--name", metavar="NAME", help="the pin, as `hicache pins` shows it, or what several prompts were pinned as"
+    )
     parser.add_argument("--all", action="store_true", help="all pins of this caller's tenant")
 
 
@@ -25,7 +28,16 @@ def run(options: argparse.Namespace) -> int:
     if (options.name is None) != options.all or options.name == "":
         raise ConfigError("unpin what? give --name for one pin, or --all")
     with connected(options) as client:
-        ended = client.unpin(options.name or "")
+        try:
+            ended = client.unpin(options.name or "")
+        except NotFound:
+            # Of several prompts that were pinned together: one pin each, with a number behind the name.
+            several = re.compile(re.escape(options.name) + r"-[0-9]+")
+            own = client.ping().tenant
+            names = [pin.name for pin in client.pins() if pin.tenant == own and several.fullmatch(pin.name)]
+            if not names:
+                raise
+            ended = sum(client.unpin(name) for name in names)
     if options.json:
         print_json({"pins": ended})
     else:

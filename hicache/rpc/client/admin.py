@@ -211,6 +211,9 @@ def _reason(text: str, code: grpc.StatusCode) -> str:
     """The last part of gRPC's text: the system's own words."""
     last = text.rpartition("last error: ")[2].rpartition(" error: ")[2]
     last = last.removeprefix("UNKNOWN: ").removeprefix("UNAVAILABLE: ")
+    if "CERTIFICATE_VERIFY_FAILED" in text:
+        why = last.rpartition("CERTIFICATE_VERIFY_FAILED")[2].strip(": ").removesuffix(": OK")
+        return f"its certificate is not trusted ({why or 'it cannot be verified'}): give the authority that signed it"
     return last or code.name.lower().replace("_", " ")
 
 
