@@ -115,6 +115,8 @@ class CupyDriver:
             # Sources are read in stream order, behind whatever the stream was made to wait for.
             self._attributes = self._bindings.cudaMemcpyAttributes()
             self._attributes.srcAccessOrder = self._bindings.cudaMemcpySrcAccessOrder.cudaMemcpySrcAccessOrderStream
+            # The model computes beside them. A hint, which a device may leave aside.
+            self._attributes.flags = int(self._bindings.cudaMemcpyFlags.cudaMemcpyFlagPreferOverlapWithCompute)
 
     def facts(self) -> DeviceFacts:
         """What the device is."""
