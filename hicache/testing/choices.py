@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class Choices(Protocol):
@@ -23,6 +23,23 @@ class SeededChoices:
     def integer(self, low: int, high: int) -> int:
         """An integer of low to high, both included."""
         return self._random.randint(low, high)
+
+
+class DrawnChoices:
+    """Decisions drawn by hypothesis, so that a failing history shrinks.
+
+    Args:
+        data: what `hypothesis.strategies.data()` gives.
+    """
+
+    def __init__(self, data: Any) -> None:
+        self._data = data
+
+    def integer(self, low: int, high: int) -> int:
+        """An integer of low to high, both included."""
+        from hypothesis import strategies
+
+        return int(self._data.draw(strategies.integers(low, high)))
 
 
 class CountingHasher:

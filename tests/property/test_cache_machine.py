@@ -6,9 +6,8 @@ and counters against each other; every object is checked when it is put, when it
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,11 @@ from hicache.runtime.queues import Bound
 from hicache.storage.base import StorageBackend
 from hicache.storage.breaker import BreakerPolicy
 from hicache.testing.cachedriver import CacheDriver
-from hicache.testing.choices import Choices, SeededChoices
+from hicache.testing.choices import Choices, DrawnChoices, SeededChoices
 from hicache.testing.faults import DamageableMemory
 from hicache_file import FileBackend
+
+pytestmark = pytest.mark.usefixtures("nothing_is_logged")
 
 CASES = ("LEAK-1", "LEAK-3", "LEAK-4", "RACE-1", "RACE-3", "RACE-4", "FAIL-2", "FAIL-5", "EVICT-3", "STAT-3", "STAT-4")
 STEPS = 500
@@ -42,24 +43,6 @@ WHAT_THE_DRIVER_DOES = {
 }  # fmt: skip
 
 Damage = Callable[[ObjectKey], bool]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def nothing_is_logged() -> Iterator[None]:
-    """Records keep exceptions, these keep frames, and these the requests that an engine has forgotten."""
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
-
-
-class DrawnChoices:
-    """Decisions drawn by hypothesis, so that a failing history shrinks."""
-
-    def __init__(self, data: st.DataObject) -> None:
-        self._data = data
-
-    def integer(self, low: int, high: int) -> int:
-        return self._data.draw(st.integers(low, high))
 
 
 def any_options(choices: Choices) -> dict[str, Any]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,15 +16,9 @@ from hicache.testing.cachedriver import CacheDriver
 from hicache.testing.choices import SeededChoices
 from hicache.testing.hosteddriver import HostedDriver
 
+pytestmark = pytest.mark.usefixtures("nothing_is_logged")
+
 POLICIES = st.sampled_from(["write_through", "write_through_selective", "write_back", EdgePolicy(1, on_eviction=True)])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def nothing_is_logged() -> Iterator[None]:
-    """Records keep exceptions, these keep frames, and these the requests that an engine has forgotten."""
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
 
 
 @pytest.mark.slow

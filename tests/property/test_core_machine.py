@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hicache.core.config import CoreConfig, EdgePolicy
-from hicache.testing.choices import SeededChoices
+from hicache.testing.choices import DrawnChoices, SeededChoices
 from hicache.testing.coredriver import CoreDriver
 
 POLICIES = st.sampled_from([EdgePolicy(1), EdgePolicy(2), EdgePolicy(None, on_eviction=True)])
@@ -51,16 +51,6 @@ HOSTED = st.builds(
     events=st.booleans(),
 )
 """HOST is the top tier; pages are named by hashes of 8 bytes."""
-
-
-class DrawnChoices:
-    """Decisions drawn by hypothesis, so that a failing history shrinks."""
-
-    def __init__(self, data: st.DataObject) -> None:
-        self._data = data
-
-    def integer(self, low: int, high: int) -> int:
-        return self._data.draw(st.integers(low, high))
 
 
 def run(driver: CoreDriver, steps: int) -> None:

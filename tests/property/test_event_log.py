@@ -15,7 +15,7 @@ from hicache.events import Cleared, Event, Removed, Stored
 from hicache.records import Tier
 from hicache.rpc.service import EventBatch
 from hicache.sidecar.events import EventLog
-from hicache.testing.choices import Choices, SeededChoices
+from hicache.testing.choices import Choices, DrawnChoices, SeededChoices
 from hicache.testing.kvevents import EventMirror, places
 
 NAMESPACES = [bytes([number]) * 16 for number in range(3)]
@@ -171,16 +171,6 @@ class Life:
             assert watcher.mirror.pages == self.history.pages
         self.seen["lost"] = sum(watcher.mirror.lost for watcher in self.watchers)
         self.seen["snapshots"] = sum(watcher.mirror.snapshots for watcher in self.watchers)
-
-
-class DrawnChoices:
-    """Decisions drawn by hypothesis, so that a failing history shrinks."""
-
-    def __init__(self, data: st.DataObject) -> None:
-        self._data = data
-
-    def integer(self, low: int, high: int) -> int:
-        return self._data.draw(st.integers(low, high))
 
 
 @pytest.mark.slow

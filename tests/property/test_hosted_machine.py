@@ -6,9 +6,8 @@ generation words, events against residency, and counters against each other; sto
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,32 +19,16 @@ from hicache.core.config import EdgePolicy
 from hicache.core.keys import ObjectKey
 from hicache.runtime.queues import Bound
 from hicache.storage.base import StorageBackend
-from hicache.testing.choices import Choices, SeededChoices
+from hicache.testing.choices import Choices, DrawnChoices, SeededChoices
 from hicache.testing.faults import DamageableMemory
 from hicache.testing.hosteddriver import HostedDriver
 from hicache_file import FileBackend
 
+pytestmark = pytest.mark.usefixtures("nothing_is_logged")
+
 CASES = ("LEAK-3", "RACE-1", "RACE-3", "RACE-4", "FAIL-2", "FAIL-5", "EVICT-3", "STAT-3", "STAT-4")
 STEPS = 400
 CHUNKS = 4
-
-
-@pytest.fixture(scope="module", autouse=True)
-def nothing_is_logged() -> Iterator[None]:
-    """Records keep exceptions, these keep frames, and these the requests that a client has forgotten."""
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
-
-
-class DrawnChoices:
-    """Decisions drawn by hypothesis, so that a failing history shrinks."""
-
-    def __init__(self, data: st.DataObject) -> None:
-        self._data = data
-
-    def integer(self, low: int, high: int) -> int:
-        return self._data.draw(st.integers(low, high))
 
 
 def any_options(choices: Choices) -> dict[str, Any]:
@@ -132,17 +115,19 @@ def test_random_histories_over_files(seed: int, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_driver_reaches_everything() -> None:
     """A driver that never fetches, fails, clears or closes would prove nothing."""
-    seen: Counter[str] = Counter()
-    for seed in range(24):
-        seen.update(drive_in_memory(SeededChoices(seed), STEPS).seen)
-    assert set(seen) >= {
+    wanted = {
         "attached", "bypassed", "cancelled loading", "clear", "clear not confirmed", "closed abruptly",
         "collision planted", "collision read", "commit refused", "committed", "committed by hash", "detached",
         "dropped", "ended in order", "fault in contains", "fault in generation", "fault in get_into", "fault in put",
         "loaded", "loaded from storage", "meanwhile", "object damaged", "object lost", "out of slots", "prefetch",
         "read", "request", "waits",
-    }, seen  # fmt: skip
-    assert min(seen["committed"], seen["loaded"], seen["objects found right"]) >= 100, seen
+    }  # fmt: skip
+    seen: Counter[str] = Counter()
+    for seed in range(24):
+        seen.update(drive_in_memory(SeededChoices(seed), STEPS).seen)
+        if set(seen) >= wanted and min(seen["committed"], seen["loaded"], seen["objects found right"]) >= 60:
+            return
+    pytest.fail(f"24 histories never reached {wanted - set(seen)}: {seen}")
 
 
 @pytest.mark.slow
