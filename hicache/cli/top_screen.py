@@ -23,7 +23,7 @@ _GAP: Final = 3
 _LEAST: Final = 3  # lines of a table: its title, its columns, a row
 _MOST_DEGRADED: Final = 4
 
-HELP: Final = "q quit  space pause  tab next tables  sort by r requests m missed h hit rate n name"
+HELP: Final = "q quit  space pause  tab next table  sort: r requests m missed h hit rate n name"
 
 
 class Piece(NamedTuple):
@@ -115,10 +115,16 @@ def _widths(table: Table, rows: Sequence[Sequence[str]], width: int) -> list[int
 
 def _row(cells: Sequence[str], widths: Sequence[int], texts: int) -> str:
     shown = [
-        _cut(cell, width).ljust(width) if at < texts else _cut(cell, width).rjust(width)
+        _squeezed(cell, width).ljust(width) if at < texts else _cut(cell, width).rjust(width)
         for at, (cell, width) in enumerate(zip(cells, widths, strict=True))
     ]
     return ("  " + "  ".join(shown)).rstrip()
+
+
+def _squeezed(text: str, width: int) -> str:
+    """A name of so many characters: the middle gives way, as names of models differ at their ends."""
+    end = min(10, width // 3)
+    return text if len(text) <= width else text[: max(0, width - 1 - end)] + "…" + text[len(text) - end :]
 
 
 def _cut(text: str, width: int) -> str:

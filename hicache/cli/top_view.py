@@ -27,6 +27,8 @@ _UNTOLD: Final = 0.5
 """Error of a hit rate from which on it tells nothing."""
 
 _TIERS: Final = ("device", "host", "storage")
+_DIGITS: Final = 6
+"""Of a namespace, to tell two apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,7 @@ class _Facts:
         self._look = look
         self._before = before
         self._seconds = 0.0 if before is None else look.at - before.at
+        self._names = _names(look.pools)
         self._statistics = [pool["statistics"] for pool in look.pools]
         self._earlier = {} if before is None else {_key(pool): pool["statistics"] for pool in before.pools}
         self._totals, self._latest = _tokens(self._statistics), Counter[str]()
@@ -109,6 +112,9 @@ class _Facts:
             earlier = self._earlier.get(_key(pool))
             if earlier is not None:
                 self._latest += _tokens([pool["statistics"]]) - _tokens([earlier])
+
+    def _name(self, pool: Document) -> str:
+        return self._names[_key(pool)]
 
     # ---- the tables
 
@@ -143,7 +149,7 @@ class _Facts:
     def tiers(self) -> Table:
         rows = []
         for pool in self._look.pools:
-            host, name = pool["statistics"]["core"]["host"], _name(pool)
+            host, name = pool["statistics"]["core"]["host"], self._name(pool)
             held = host["resident"] + host["filling"]
             rows.append(
                 (f"host {name}", _pages(held, pool), _pages(host["capacity"], pool), _of(held, host["capacity"]))
@@ -165,7 +171,7 @@ class _Facts:
             for ghost in pool.get("what_if", ()):
                 factors = tuple(f"{point['factor']:g}x" for point in ghost["points"])
                 cells = [_estimate(point["hit_rate"], point["error_bound"]) for point in ghost["points"]]
-                rows.append((f"{ghost['tier']} {_name(pool)}", *cells, _ideal(pool["statistics"]["pages"])))
+                rows.append((f"{ghost['tier']} {self._name(pool)}", *cells, _ideal(pool["statistics"]["pages"])))
         if not rows:
             return None
         return Table("what other sizes would hit, of pages asked (?: too few to tell)", ("", *factors, "ideal"), rows)
@@ -186,7 +192,7 @@ class _Facts:
                 asked, hit = prefix["asked_pages"], prefix["hit_pages"]
                 marked = f"{prefix['requests']:,}" + ("+" if prefix["uncertain"] else "")
                 cells = (
-                    prefix["page_hash"][:12], _name(pool), marked, f"{prefix['pages']:,}", percent(hit, asked),
+                    prefix["page_hash"][:12], self._name(pool), marked, f"{prefix['pages']:,}", percent(hit, asked),
                     f"{prefix['host_pages']:,}", f"{prefix['stored_pages']:,}",
                 )  # fmt: skip
                 rows.append((_order(sort, prefix["page_hash"], prefix["requests"], asked, hit), cells))
@@ -211,11 +217,11 @@ class _Facts:
             tokens = statistics["tokens"]
             hits = sum(tokens[tier] for tier in _TIERS)
             cells = (
-                _name(pool), pool["tenant"] or "-", f"{pool['sessions']:,}", f"{statistics['open_requests']:,}",
+                self._name(pool), pool["tenant"] or "-", f"{pool['sessions']:,}", f"{statistics['open_requests']:,}",
                 f"{statistics['requests']:,}", percent(hits, tokens["asked"]),
                 f"{statistics['core']['host']['evicted']:,}",
             )  # fmt: skip
-            rows.append((_order(sort, _name(pool), statistics["requests"], tokens["asked"], hits), cells))
+            rows.append((_order(sort, self._name(pool), statistics["requests"], tokens["asked"], hits), cells))
         rows.sort(key=lambda row: row[0])
         columns = ("model", "tenant", "sessions", "open", "requests", "tokens hit", "evicted")
         return Table(f"pools, by {sort}", columns, [cells for _, cells in rows], texts=2)
@@ -327,7 +333,18 @@ def _key(pool: Document) -> tuple[Any, ...]:
     return pool["namespace"], pool["tenant"], pool["ranks"]
 
 
-def _name(pool: Document) -> str:
+def _names(pools: Sequence[Document]) -> dict[tuple[Any, ...], str]:
+    """What pools are called: by the end of their model's name, and by their namespace where several have the same."""
+    spaces: dict[str, set[str]] = {}
+    for pool in pools:
+        spaces.setdefault(_short(pool), set()).add(pool["namespace"])
+    return {
+        _key(pool): _short(pool) + (f" {pool['namespace'][:_DIGITS]}" if len(spaces[_short(pool)]) > 1 else "")
+        for pool in pools
+    }
+
+
+def _short(pool: Document) -> str:
     name: str = pool["model"]
     return name.rstrip("/").rpartition("/")[2] or name
 

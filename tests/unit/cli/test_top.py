@@ -6,6 +6,7 @@ import argparse
 import io
 import json
 import math
+import re
 import time
 from typing import Any
 
@@ -306,3 +307,14 @@ def test_printing_goes_on_after_trouble(monkeypatch: pytest.MonkeyPatch, capsys:
     captured = capsys.readouterr()
     assert captured.err == "hicache: gone; trying again\n"
     assert captured.out.count("unix:///x  up") == 2
+
+
+def test_names_are_told_apart() -> None:
+    """Long ones keep both ends, as variants of a model differ there; two of one model have their namespaces."""
+    long = [f"Llama-3.1-70B-Instruct-of-somebody-who-likes-{kind}" for kind in ("names-w8a8", "names-bf16")]
+    text = shown(view_of(look_of(*(pool_of(name, host=5) for name in long)), None), 80, 60)
+    assert all(re.search(rf"host Llama\S*…\S*{end}\b", text) for end in ("w8a8", "bf16"))
+    assert max(map(len, text.splitlines())) <= 80
+    assert top_screen.HELP in text
+    pools = [pool_of("same", host=5) | {"namespace": digits * 8} for digits in ("ab12", "cd34")]
+    assert list(table(view_of(look_of(*pools), None), "pools")) == ["same ab12ab", "same cd34cd"]
