@@ -139,19 +139,16 @@ class Block:
 
     def _shared(self, namespace: int, hashes: Words) -> tuple[int, int]:
         """A request of this block with the longest common beginning, and its pages."""
-        known = self._known[namespace]
-        names = hashes[:, 0].tolist()
+        known, names = self._known[namespace], hashes[:, 0]
         low, high = 0, len(names)
         while low < high:  # a hash names all that is in front of it: where a page is known, all before it are
             middle = (low + high + 1) // 2
-            if names[middle - 1] in known:
+            if int(names[middle - 1]) in known:
                 low = middle
             else:
                 high = middle - 1
-        number = len(self.entries)
-        like = known[names[low - 1]] if low else 0
-        for name in names[low:]:
-            known[name] = number
+        like = known[int(names[low - 1])] if low else 0
+        known.update(dict.fromkeys(names[low:].tolist(), len(self.entries)))
         return like, low
 
     def _hidden(self, hashes: Words) -> bytes:

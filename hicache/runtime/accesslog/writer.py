@@ -270,8 +270,8 @@ class AccessLogWriter:
 
 
 def _hashes(ended: Ended) -> Words:
-    """Of a request's pages, `(pages, n)`. Computed on a copy: transfers may still use the prompt itself."""
-    prompt = ended.prompt.extended(b"")
+    """Of a request's pages, `(pages, n)`. Not the ones that the prompt keeps: transfers may be computing those."""
+    prompt = ended.prompt
     size = prompt.hasher.size
-    data = b"".join(prompt.hashes(0, prompt.pages))
+    data = prompt.hasher.extend(None, prompt.symbols, prompt.pages) if prompt.pages else b""
     return np.frombuffer(data, "<u8").reshape(-1, size // 8) if data else np.empty((0, 2), np.uint64)
