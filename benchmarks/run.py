@@ -18,7 +18,20 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.measure import Row  # noqa: E402  the repository's root is not installed
 
-MODULES = ("analytics", "core", "file", "hash", "memory", "progress", "redis", "replay", "scale", "sidecar", "start")
+MODULES = (
+    "analytics",
+    "core",
+    "file",
+    "hash",
+    "memory",
+    "observing",
+    "progress",
+    "redis",
+    "replay",
+    "scale",
+    "sidecar",
+    "start",
+)
 OUT = ROOT / "benchmarks" / "out" / "bench.json"
 
 

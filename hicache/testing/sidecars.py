@@ -64,6 +64,7 @@ class ServiceProcess:
         host: its memory.
         listen: whether it is told where to listen; else the options do.
         wait: whether to wait until it is ready; else call `started`.
+        program: what Python runs in the place of the command `hicache`.
 
     Attributes:
         address: where it listens.
@@ -78,9 +79,10 @@ class ServiceProcess:
         host: str = "64MiB",
         listen: bool = True,
         wait: bool = True,
+        program: Sequence[str] = ("-m", "hicache"),
     ) -> None:
         self.address = f"unix://{folder / 'service.sock'}"
-        command = [sys.executable, "-m", "hicache", "serve", "--host", host, "--json", *options]
+        command = [sys.executable, *program, "serve", "--host", host, "--json", *options]
         command += ["--listen", self.address] if listen else []
         command += ["--takeover"] if takeover else []
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)  # noqa: S603  ours
