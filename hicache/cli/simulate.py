@@ -65,34 +65,7 @@ def run(options: argparse.Namespace) -> int:
 
 def tables(result: SimulationResult) -> Iterator[Table]:
     """A result for people."""
-
-    def share(pages: int) -> str:
-        return f"{100 * pages / result.pages_asked:.2f} %" if result.pages_asked else "n/a"
-
-    def shown(rate: float, of: int) -> str:
-        return f"{rate:.4f}" if of else "n/a"
-
-    tiers = [(name, getattr(result, f"pages_{name}")) for name in ("device", "host", "storage", "missed", "asked")]
-    yield Table(
-        f"{result.requests:,} requests simulated in {result.seconds:.2f} s, pages of {result.page_tokens} tokens and "
-        f"{format_size(result.page_bytes)}" + (", interrupted" if result.interrupted else ""),
-        ("answered by", "pages", "share"),
-        [(name, f"{pages:,}", share(pages)) for name, pages in tiers],
-    )
-    asked = result.pages_asked
-    yield Table(
-        "hit rates",
-        ("of", "rate"),
-        [
-            ("pages", shown(result.hit_rate_pages, asked)),
-            ("tokens", shown(result.hit_rate_tokens, result.tokens_asked)),
-            ("requests (mean of their page rates)", shown(result.hit_rate_requests, asked)),
-        ],
-    )
-    reasons = [(name, pages) for name, pages in result.misses_by_reason.items() if pages]
-    if reasons:
-        rows = [(name, f"{pages:,}", share(pages)) for name, pages in reasons]
-        yield Table("why pages were missed", ("reason", "pages", "share"), rows)
+    yield from _hits(result)
     yield Table(
         "bytes by tier; amplification: written / bytes of pages computed",
         ("tier", "written", "read", "amplification"),
@@ -106,13 +79,7 @@ def tables(result: SimulationResult) -> Iterator[Table]:
             for part in result.traffic
         ],
     )
-    more = [("prompt tokens behind the last whole page", f"{result.tokens_unaligned_tail:,}")]
-    more += [("requests refused", f"{result.requests_refused:,}")]
-    more += [(f"pages shed: {reason}", f"{pages:,}") for reason, pages in sorted(result.shed_by_reason.items())]
-    if result.pages_put:
-        more.append(("pages put to storage", f"{result.pages_put:,}"))
-        more.append(("of those never read", f"{result.pages_put_never_read:,}"))
-    yield Table("besides", ("what", "count"), more)
+    yield _besides(result)
     yield _times(result)
     if len(result.instances) > 1:
         yield Table(
@@ -123,11 +90,52 @@ def tables(result: SimulationResult) -> Iterator[Table]:
                     f"{part.instance}",
                     f"{part.requests:,}",
                     f"{part.pages_asked:,}",
-                    shown(part.hit_rate_pages, part.pages_asked),
+                    _rate(part.hit_rate_pages, part.pages_asked),
                 )
                 for part in result.instances
             ],
         )
+
+
+def _rate(rate: float, of: int) -> str:
+    return f"{rate:.4f}" if of else "n/a"
+
+
+def _hits(result: SimulationResult) -> Iterator[Table]:
+    def share(pages: int) -> str:
+        return f"{100 * pages / result.pages_asked:.2f} %" if result.pages_asked else "n/a"
+
+    tiers = [(name, getattr(result, f"pages_{name}")) for name in ("device", "host", "storage", "missed", "asked")]
+    yield Table(
+        f"{result.requests:,} requests simulated in {result.seconds:.2f} s, pages of {result.page_tokens} tokens and "
+        f"{format_size(result.page_bytes)}" + (", interrupted" if result.interrupted else ""),
+        ("answered by", "pages", "share"),
+        [(name, f"{pages:,}", share(pages)) for name, pages in tiers],
+    )
+    asked = result.pages_asked
+    yield Table(
+        "hit rates",
+        ("of", "rate"),
+        [
+            ("pages", _rate(result.hit_rate_pages, asked)),
+            ("tokens", _rate(result.hit_rate_tokens, result.tokens_asked)),
+            ("requests (mean of their page rates)", _rate(result.hit_rate_requests, asked)),
+        ],
+    )
+    reasons = [(name, pages) for name, pages in result.misses_by_reason.items() if pages]
+    if reasons:
+        rows = [(name, f"{pages:,}", share(pages)) for name, pages in reasons]
+        yield Table("why pages were missed", ("reason", "pages", "share"), rows)
+
+
+def _besides(result: SimulationResult) -> Table:
+    more = [("prompt tokens behind the last whole page", f"{result.tokens_unaligned_tail:,}")]
+    more += [("requests refused", f"{result.requests_refused:,}")]
+    more += [(f"pages shed: {reason}", f"{pages:,}") for reason, pages in sorted(result.shed_by_reason.items())]
+    if result.pages_put:
+        more.append(("pages put to storage", f"{result.pages_put:,}"))
+        more.append(("of those never read", f"{result.pages_put_never_read:,}"))
+    return Table("besides", ("what", "count"), more)
 
 
 def _times(result: SimulationResult) -> Table:

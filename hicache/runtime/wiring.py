@@ -150,8 +150,8 @@ def wire(
     )
     if port is not None and port.backend is None:
         core.detach_storage()
-        core.forget_storage()
-        core.forget_storage()
+        while core.forget_storage():  # nothing is believed yet, and something may be attached at once
+            pass
     return parts
 
 
