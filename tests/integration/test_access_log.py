@@ -16,7 +16,7 @@ import pytest
 import hicache
 from hicache.analytics.analysis.recorded import Recorded
 from hicache.analytics.analysis.report import Analysis, AnalyzeOptions, analyze
-from hicache.analytics.traces import open_trace
+from hicache.analytics.traces import Opening, open_trace
 from hicache.cli import main
 from hicache.core.identity import Adapter
 from hicache.errors import ConfigError
@@ -132,6 +132,30 @@ def test_a_log_that_cannot_be_written_costs_nothing_else(tmp_path: Path) -> None
         log._safely(last=True)
         assert cache.statistics().degraded == ()
     assert analysed(folder)[1].requests_dropped == 1
+
+
+def test_a_log_replayed_is_what_was_recorded(repository: Path, tmp_path: Path) -> None:
+    """A real trace through a cache without bytes, and its log through another one of the same size: the same hits."""
+    geometry = hicache.KVGeometry.mha(layers=1, kv_heads=1, head_dim=8, dtype="float16")
+    namespace = hicache.Namespace(model="m", geometry=geometry, page_size=512)
+
+    def run(path: Path, log: Path | None) -> hicache.Totals:
+        with hicache.open(namespace, device=300, host=3000, bytes=False, access_log=log) as cache:
+            for asked in Opening(limit=400).open([path]):
+                tokens = np.append(np.repeat(asked.ids, 512), np.zeros(512, np.uint32))[: asked.input_tokens]
+                with cache.request(tokens) as request:
+                    request.load()
+                    request.allocate()
+                    request.commit(ready=hicache.READY)
+                cache.flush()  # so that it is no question of time what is where
+            return cache.statistics().pages
+
+    counted = run(repository / "benchmarks" / "traces" / "conversation_1000.jsonl", tmp_path / "log")
+    recorded = analysed(tmp_path / "log")[1]
+    again = run(tmp_path / "log", None)
+    assert (recorded.pages_device, recorded.pages_host) == (counted.device, counted.host) == (again.device, again.host)
+    assert min(counted.device, counted.host) > 10
+    assert recorded.misses_by_reason["evicted"] == again.missed[hicache.MissReason.EVICTED] > 0
 
 
 def test_settings_that_cannot_work_open_nothing(tmp_path: Path) -> None:
