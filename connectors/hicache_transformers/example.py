@@ -19,7 +19,9 @@ QUESTIONS = ("Which floor is room 7 on?", "Which colour is room 12?", "How many 
 
 def late_pages(cache: PrefixCache) -> int:
     """Pages that storage had, or may have had, and did not bring in the time that a call waits; see `deadline=`."""
-    return cache.cache.statistics().pages.missed.get(hicache.MissReason.LATE, 0)
+    statistics = cache.cache.statistics()
+    assert isinstance(statistics, hicache.CacheStatistics)  # there is no service here
+    return statistics.pages.missed.get(hicache.MissReason.LATE, 0)
 
 
 def main(arguments: list[str]) -> None:
