@@ -187,6 +187,11 @@ def _only_spec(cache_config: Any) -> Any:
 def _check_model(config: Any, model: Any, parallel: Any, spec: Any) -> None:
     if getattr(spec, "non_causal", False) or getattr(model, "is_mm_prefix_lm", False):
         raise ConfigError("the model lets tokens see later ones (prefix-LM): nothing of it can be reused")
+    if not config.cache_config.enable_prefix_caching and not config.scheduler_config.enable_chunked_prefill:
+        raise ConfigError(  # as for latent attention on CPUs, whose kernels would compute something else
+            "prefix caching and chunked prefill are both off, so this engine computes prompts from their start only: "
+            "switch one on, if the model and its attention backend allow it"
+        )
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if int(getattr(parallel, name, 1) or 1) > 1:
             raise ConfigError(f"{name}={getattr(parallel, name)} splits blocks over ranks: set it to 1")

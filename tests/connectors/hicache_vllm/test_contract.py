@@ -111,6 +111,7 @@ def test_interface_of_a_newer_release_is_no_cache_and_says_so(
         (AWAY, {"kv_transfer_config__kv_load_failure_policy": "fail"}, '"kv_load_failure_policy": "recompute"'),
         (AWAY, {"model_config__is_mm_prefix_lm": True}, "prefix-LM"),
         (AWAY, {"cache_config__calculate_kv_scales": True}, "calculate_kv_scales"),
+        (AWAY, {"cache_config__enable_prefix_caching": False}, "computes prompts from their start only"),
         (AWAY, {"parallel_config__decode_context_parallel_size": 2}, "decode_context_parallel_size=2"),
     ],
 )

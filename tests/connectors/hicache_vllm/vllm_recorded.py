@@ -191,7 +191,8 @@ def vllm_config(extra: dict[str, Any], spec: Any, *, layers: int, tp: int = 1, *
             get_total_num_hidden_layers=lambda: layers,
             get_total_num_kv_heads=lambda: spec.num_kv_heads * tp,
         ),
-        cache_config=SimpleNamespace(cache_dtype="auto", calculate_kv_scales=False),
+        cache_config=SimpleNamespace(cache_dtype="auto", calculate_kv_scales=False, enable_prefix_caching=True),
+        scheduler_config=SimpleNamespace(enable_chunked_prefill=False),
         parallel_config=SimpleNamespace(tensor_parallel_size=tp, pipeline_parallel_size=1, rank=0),
         load_config=SimpleNamespace(load_format="auto"),
     )

@@ -1,6 +1,8 @@
 """Makes the models that engines are tested with. Run in an environment with torch and transformers, without a network.
 
 `python models.py tiny FOLDER` makes a random Llama with a tokenizer trained on the spot: small, and deterministic.
+`python models.py mla FOLDER` makes a random model with latent attention, like DeepSeek's.
+`python models.py lora SEED FOLDER` makes a random adapter of the random Llama.
 `python models.py convert GGUF FOLDER` makes a real model's plain checkpoint out of its quantised file.
 """
 
@@ -12,8 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
 VOCABULARY = 1024
@@ -41,6 +52,56 @@ def make_tiny(folder: Path) -> None:
     )
     LlamaForCausalLM(config).to(torch.float32).save_pretrained(folder)
     PreTrainedTokenizerFast(tokenizer_object=_tokenizer(), **SPECIAL).save_pretrained(folder)
+
+
+def make_mla(folder: Path) -> None:
+    """Latents of 512 elements with rotary keys of 64, as the kernels for such models have them; no experts."""
+    torch.manual_seed(1)
+    config = DeepseekV2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=512,
+        moe_intermediate_size=64,
+        num_hidden_layers=2,
+        first_k_dense_replace=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        q_lora_rank=None,
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=128,
+        v_head_dim=128,
+        max_position_embeddings=4096,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=2,
+        tie_word_embeddings=False,
+        initializer_range=0.25,
+    )
+    DeepseekV2ForCausalLM(config).to(torch.float32).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=_tokenizer(), **SPECIAL).save_pretrained(folder)
+
+
+def make_lora(seed: int, folder: Path) -> None:
+    """An adapter of rank 4 for keys and values of all layers, strong enough to change every answer."""
+    torch.manual_seed(seed)
+    weights = {}
+    for layer in range(4):
+        for name in ("k_proj", "v_proj"):
+            place = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            weights[f"{place}.lora_A.weight"] = torch.randn(4, 256) * 0.25
+            weights[f"{place}.lora_B.weight"] = torch.randn(128, 4) * 0.25
+    save_file(weights, folder / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": 4,
+        "lora_alpha": 8,
+        "lora_dropout": 0.0,
+        "bias": "none",
+    }
+    config |= {"target_modules": ["k_proj", "v_proj"], "base_model_name_or_path": "tiny", "inference_mode": True}
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
 
 
 def _tokenizer() -> Tokenizer:
@@ -83,6 +144,10 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if kind == "tiny":
         make_tiny(folder)
+    elif kind == "mla":
+        make_mla(folder)
+    elif kind == "lora":
+        make_lora(int(rest[0]), folder)
     else:
         convert(Path(rest[0]), folder)
     print(json.dumps(sorted(path.name for path in folder.iterdir())))

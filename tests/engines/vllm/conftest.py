@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -16,6 +17,14 @@ def prompt_of(number: int, tokens: int) -> list[int]:
     """A prompt of its own: no two of different numbers share a first page."""
     draw = random.Random(number)
     return [draw.randrange(3, 800) for _ in range(tokens)]
+
+
+def settled(engine: Engine) -> None:
+    """Let the engine forget its own blocks, once it keeps none for a store."""
+    end = time.monotonic() + 30.0
+    while not engine.reset():
+        assert time.monotonic() < end, "the engine keeps blocks"
+        time.sleep(0.05)
 
 
 @pytest.fixture(scope="session")

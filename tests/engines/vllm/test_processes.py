@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import prompt_of
+from conftest import prompt_of, settled
 from vllm_engine import BLOCK, ENVIRONMENT, PAGE, TINY, Engine, transfer
 
 Engines = Callable[..., Engine]
@@ -60,14 +60,6 @@ def test_two_ranks_write_what_one_reads_and_the_other_way_round(
     with engines(extra, processes=True, tensor_parallel_size=2) as two:
         (answer,) = two.generate(second)
         assert (answer.new, answer.cached) == (expected(second), 4 * PAGE)
-
-
-def settled(engine: Engine) -> None:
-    """Let the engine forget its own blocks, once it keeps none for a store."""
-    end = time.monotonic() + 30.0
-    while not engine.reset():
-        assert time.monotonic() < end, "the engine keeps blocks"
-        time.sleep(0.05)
 
 
 class Server:

@@ -69,7 +69,7 @@ class Engine:
         self.log = log
         config = {"options": options, "transfer": None if extra is None else transfer(extra, **(kv or {}))}
         environment = os.environ | ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(processes))}
-        if int(options.get("tensor_parallel_size", 1)) > 1:
+        if int(options.get("tensor_parallel_size", 1)) * int(options.get("pipeline_parallel_size", 1)) > 1:
             environment["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
         elif not processes:
             config["options"].setdefault("distributed_executor_backend", "uni")
@@ -108,8 +108,11 @@ class Engine:
     def answer(self, seconds: float = ANSWER_SECONDS) -> Any:
         return self._read(seconds)
 
-    def generate(self, *prompts: list[int], salts: list[str] | None = None, tokens: int = 16) -> list[Answer]:
-        found = self.ask(do="generate", prompts=prompts, salts=salts, tokens=tokens)
+    def generate(
+        self, *prompts: list[int], salts: list[str] | None = None, tokens: int = 16, lora: str | None = None
+    ) -> list[Answer]:
+        """`lora` is the name of an adapter's folder beside the models."""
+        found = self.ask(do="generate", prompts=prompts, salts=salts, tokens=tokens, lora=lora)
         return [Answer(**one) for one in found]
 
     def reset(self, *, connector: bool = False) -> bool:
@@ -198,14 +201,19 @@ def _made(config: dict[str, Any]) -> Any:
     return LLM(**options, kv_transfer_config=None if given is None else KVTransferConfig(**given))
 
 
-def _generate(llm: Any, prompts: list[list[int]], salts: list[str] | None, tokens: int) -> list[dict[str, Any]]:
+def _generate(
+    llm: Any, prompts: list[list[int]], salts: list[str] | None, tokens: int, lora: str | None = None
+) -> list[dict[str, Any]]:
     from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
 
     asked = [{"prompt_token_ids": prompt} for prompt in prompts]
     for one, salt in zip(asked, salts or (), strict=False):
         one["cache_salt"] = salt
     begun = time.monotonic()
-    found = llm.generate(asked, SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True), use_tqdm=False)
+    adapter = None if lora is None else LoRARequest(lora, int(lora.rpartition("-")[2]), str(MODELS / lora))
+    sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    found = llm.generate(asked, sampling, use_tqdm=False, lora_request=adapter)
     _settle(llm)
     return [
         {
