@@ -7,15 +7,17 @@ Pages lie in random slots on both sides, either whole ("pages") or divided into 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
 from benchmarks.gpu.machine import Machine, bytes_at
 from hicache.clock import MonotonicClock
 from hicache.core.layout import KVGeometry
-from hicache.cuda.choice import choose
+from hicache.cuda.choice import ChosenExecutors, choose
 from hicache.cuda.driver import Stream
 from hicache.cuda.regions import TensorMemory, regions_of
 from hicache.cuda.runs import HostPart, PageRuns, RunTable
@@ -27,27 +29,85 @@ LAYERS, TOKENS = 32, 16
 BARS: Final = {34 << 10: 0.8, 128 << 10: 0.95}
 """Part of the pinned copy's rate that pages of this size and more must reach by what was chosen, where a run is a
 page."""
+_ROUNDS: Final = 9
+_SHARE: Final = 0.6
+"""Of the part's time that goes to timing; the rest is for comparing bytes."""
+
+Method: TypeAlias = Callable[[RunTable, Stream], object]
+
+
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """Memory for all cases: half of it is moved.
+
+    Attributes:
+        device, host, other: addresses.
+        size: bytes of each.
+    """
+
+    device: int
+    host: int
+    other: int
+    size: int
+
+
+@dataclass(slots=True)
+class _Case:
+    """Pages of one size and layout, in one direction."""
+
+    page_bytes: int
+    layout: str
+    to_device: bool
+    room: _Room
+    up: PageRuns = field(init=False)
+    down: PageRuns = field(init=False)
+    slots: Any = field(init=False)
+    host_slots: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        count = self.room.size // 2 // self.page_bytes
+        random = np.random.default_rng(self.page_bytes)
+        self.slots, self.host_slots = (random.permutation(2 * count)[:count].astype(np.int64) for _ in range(2))
+        self.up, self.down = (
+            _runs(self.page_bytes, self.layout, self.room.device, host, 2 * count)
+            for host in (self.room.host, self.room.other)
+        )
+
+    @property
+    def moved(self) -> int:
+        """Bytes of one copy."""
+        return len(self.slots) * self.page_bytes
+
+    def tables(self, *, to_device: bool) -> list[RunTable]:
+        """Up from where the pages were made, down to the other place."""
+        side = self.up if to_device else self.down
+        return list(side.tables(self.slots, self.host_slots, to_device=to_device))
 
 
 def run(machine: Machine, seconds: float) -> dict[str, Any]:
     """All rates, and whether the bars were met and all bytes were right."""
-    executors = machine.executors()
-    chosen = choose(machine.driver, executors, MonotonicClock())
+    chosen = choose(machine.driver, machine.executors(), MonotonicClock())
     pages = PAGES[:2] if machine.fake else PAGES
-    cases = [
-        (size, layout) for size in pages for layout in ("pages", "layers") if layout == "pages" or size % 1024 == 0
-    ]
-    each = 0.0 if machine.fake else seconds / (len(cases) * 2)  # once, where times mean nothing
+    shapes = [(size, layout, up) for size in pages for layout in ("pages", "layers") for up in (True, False)]
+    each = 0.0 if machine.fake else _SHARE * seconds / len(shapes)  # once, where times mean nothing
+    size = machine.size(512 << 20, 1 << 19)
     rows: list[dict[str, Any]] = []
     try:
-        for size, layout in cases:
-            for to_device in (True, False):
-                rows += _case(machine, chosen, size, layout, to_device=to_device, seconds=each)
+        with (
+            machine.device_memory(size) as device,
+            machine.host_memory(size) as host,
+            machine.host_memory(size) as other,
+        ):
+            room = _Room(device, host, other, size)
+            words = bytes_at(host, size).view(np.uint64)
+            words[:] = np.random.default_rng(1).integers(0, 1 << 63, len(words), np.uint64)
+            for shape in shapes:
+                rows += _measured(machine, chosen, _Case(*shape, room), each)
     finally:
         chosen.close()
     for row in rows:
         row["bar"] = _bar(row)
-        row["ok"] = row["wrong_bytes"] == 0 and (machine.fake or row["ratio"] >= (row["bar"] or 0))
+        row["ok"] = row["wrong_pages"] == 0 and (machine.fake or row["ratio"] >= (row["bar"] or 0))
     return {"ok": all(row["ok"] for row in rows), "choice": chosen.choice.describe(), "rows": rows}
 
 
@@ -57,64 +117,41 @@ def _bar(row: dict[str, Any]) -> float | None:
     return max((bar for size, bar in BARS.items() if row["page_bytes"] >= size), default=None)
 
 
-def _case(
-    machine: Machine, chosen: Any, page_bytes: int, layout: str, *, to_device: bool, seconds: float
-) -> list[dict[str, Any]]:
-    count = max(2, machine.size(256 << 20, 1 << 18) // page_bytes)
-    room = 2 * count * page_bytes
-    with machine.device_memory(room) as device, machine.host_memory(room) as host, machine.host_memory(room) as other:
-        random = np.random.default_rng(page_bytes)
-        sent, back = bytes_at(host, room), bytes_at(other, room)
-        sent[:] = random.integers(0, 256, room, np.uint8)
-        slots, host_slots = (random.permutation(2 * count)[:count].astype(np.int64) for _ in range(2))
-        up, down = (_runs(page_bytes, layout, device, place, 2 * count) for place in (host, other))
-        stream = machine.driver.stream()
-        methods = {"chosen": lambda table, on: chosen.run(table, on, to_device=to_device)}
-        methods |= {name: one.run for name, one in chosen.executors.usable.items()}
-        times: dict[str, list[float]] = {name: [] for name in ("reference", *methods)}
-        issued: dict[str, list[float]] = {name: [] for name in methods}
-        side = up if to_device else down
-        wrong = {name: _wrong(machine, stream, method, up, down, slots, host_slots, sent, back, to_device=to_device)
-                 for name, method in methods.items()}  # fmt: skip
-
-        def reference(on: Stream) -> None:
-            target, source = (device, host) if to_device else (other, device)
-            machine.driver.memcpy_async(target, source, count * page_bytes, on)
-
-        end = time.perf_counter() + seconds
-        while not times["reference"] or (time.perf_counter() < end and len(times["reference"]) < 9):
-            times["reference"].append(machine.seconds(reference, stream))
-            for name, method in methods.items():
-                start = time.perf_counter()
-                tables = list(side.tables(slots, host_slots, to_device=to_device))
-                reckoned = time.perf_counter() - start
-
-                def work(on: Stream, tables: list[RunTable] = tables, method: Any = method) -> None:
-                    for table in tables:
-                        method(table, on)
-
-                start = time.perf_counter()
-                times[name].append(machine.seconds(work, stream))
-                issued[name].append(time.perf_counter() - start + reckoned)
-        moved = count * page_bytes
-        base = moved / median(times["reference"])
-        mean_run = moved // sum(len(table) for table in side.tables(slots, host_slots, to_device=to_device))
-        return [
-            {
-                "page_bytes": page_bytes,
-                "layout": layout,
-                "to_device": to_device,
-                "method": name,
-                "run_bytes": mean_run,
-                "rate": moved / median(times[name]),
-                "reference_rate": base,
-                "ratio": moved / median(times[name]) / base,
-                "with_table_rate": moved / median(issued[name]),
-                "rounds": len(times[name]),
-                "wrong_bytes": wrong[name],
-            }
-            for name in methods
-        ]
+def _measured(machine: Machine, chosen: ChosenExecutors, case: _Case, seconds: float) -> list[dict[str, Any]]:
+    driver, stream, room = machine.driver, machine.driver.stream(), case.room
+    methods: dict[str, Method] = {"chosen": lambda table, on: chosen.run(table, on, to_device=case.to_device)}
+    methods |= {name: one.run for name, one in chosen.executors.usable.items()}
+    plain = chosen.executors.usable["plain"].run
+    wrong = {name: _wrong_pages(machine, stream, method, plain, case) for name, method in methods.items()}
+    target, source = (room.device, room.host) if case.to_device else (room.other, room.device)
+    times: dict[str, list[float]] = {name: [] for name in ("reference", *methods)}
+    whole: dict[str, list[float]] = {name: [] for name in methods}
+    end = time.perf_counter() + seconds
+    while not times["reference"] or (time.perf_counter() < end and len(times["reference"]) < _ROUNDS):
+        copy = machine.seconds(lambda on: driver.memcpy_async(target, source, case.moved, on), stream)
+        times["reference"].append(copy)
+        for name, method in methods.items():
+            start = time.perf_counter()
+            tables = case.tables(to_device=case.to_device)
+            times[name].append(machine.seconds(lambda on, t=tables, m=method: [m(one, on) for one in t], stream))
+            whole[name].append(time.perf_counter() - start)
+    base = case.moved / median(times["reference"])
+    return [
+        {
+            "page_bytes": case.page_bytes,
+            "layout": case.layout,
+            "to_device": case.to_device,
+            "method": name,
+            "run_bytes": case.moved // sum(len(table) for table in case.tables(to_device=case.to_device)),
+            "rate": case.moved / median(times[name]),
+            "reference_rate": base,
+            "ratio": case.moved / median(times[name]) / base,
+            "with_table_rate": case.moved / median(whole[name]),
+            "rounds": len(times[name]),
+            "wrong_pages": wrong[name],
+        }
+        for name in methods
+    ]
 
 
 def _runs(page_bytes: int, layout: str, device: int, host: int, slots: int) -> PageRuns:
@@ -130,20 +167,15 @@ def _runs(page_bytes: int, layout: str, device: int, host: int, slots: int) -> P
     return PageRuns(page, regions, [HostPart.whole(host, slots, page_bytes)])
 
 
-def _wrong(
-    machine: Machine, stream: Stream, method: Any, up: PageRuns, down: PageRuns, slots: Any, host_slots: Any,
-    sent: Any, back: Any, *, to_device: bool,
-) -> int:  # fmt: skip
-    """Bytes that did not come back as they were sent, by way of other pages of the device."""
-    plain = machine.executors().usable["plain"].run
+def _wrong_pages(machine: Machine, stream: Stream, method: Method, plain: Method, case: _Case) -> int:
+    """Pages that did not come back as they were sent, by way of the device: one way by the method, one by `plain`."""
+    sent, back = bytes_at(case.room.host, case.room.size), bytes_at(case.room.other, case.room.size)
     back[:] = 0
-    page_bytes = up.page.page_bytes
-    for runs, moves, is_up in (
-        (up, method if to_device else plain, True),
-        (down, plain if to_device else method, False),
-    ):
-        for table in runs.tables(slots, host_slots, to_device=is_up):
+    for to_device in (True, False):
+        moves = method if to_device == case.to_device else plain
+        for table in case.tables(to_device=to_device):
             moves(table, stream)
     machine.passed(stream)
-    rows = sent.reshape(-1, page_bytes)[host_slots], back.reshape(-1, page_bytes)[host_slots]
-    return int(np.count_nonzero(rows[0] != rows[1]))
+    starts = (case.host_slots * case.page_bytes).tolist()
+    pages = (slice(start, start + case.page_bytes) for start in starts)
+    return sum(not np.array_equal(sent[page], back[page]) for page in pages)

@@ -27,7 +27,7 @@ def report(results: dict[str, dict[str, Any]]) -> str:
 
 def _bandwidth(part: dict[str, Any]) -> list[str]:
     lines = ["GB/s between events, each beside one pinned `cudaMemcpyAsync` of as many bytes.", ""]
-    lines += ["| page | in runs of | direction | way | GB/s | of the pinned copy | with its table | wrong bytes | |"]
+    lines += ["| page | in runs of | direction | way | GB/s | of the pinned copy | with its table | wrong pages | |"]
     lines += ["|---|---|---|---|---|---|---|---|---|"]
     for row in part["rows"]:
         where = "to device" if row["to_device"] else "to host"
@@ -35,7 +35,7 @@ def _bandwidth(part: dict[str, Any]) -> list[str]:
         lines.append(
             f"| {_size(row['page_bytes'])} | {_size(row['run_bytes'])} | {where} | {row['method']} "
             f"| {row['rate'] / 1e9:.2f} | {row['ratio']:.3f} | {row['with_table_rate'] / 1e9:.2f} "
-            f"| {row['wrong_bytes']} | {mark} |"
+            f"| {row['wrong_pages']} | {mark} |"
         )
     return lines
 

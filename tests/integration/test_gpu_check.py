@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from hicache.testing.nvrtc import find_compilers
+
 
 def script(repository: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """The script, where no nvidia-smi is on the PATH."""
@@ -75,7 +77,7 @@ def test_each_measurement_moves_the_right_bytes_on_a_fake_device(
     assert check.main([part, "--out", str(tmp_path), "--fake"]) == 0
     result = json.loads((tmp_path / f"gpu-{part}.json").read_text())
     assert {row["method"] for row in result["rows"]} >= {"plain", "batch", "kernel"}
-    assert all(row["wrong_bytes"] == 0 for row in result["rows"])
+    assert all(row.get("wrong_bytes", row.get("wrong_pages")) == 0 for row in result["rows"])
     assert check.main(["report", "--out", str(tmp_path)]) == 0
     assert part in capsys.readouterr().out
 
@@ -91,6 +93,17 @@ def test_a_part_that_breaks_is_a_result_and_fails(
     assert json.loads((tmp_path / "gpu-small.json").read_text())["error"] == "RuntimeError: a fan has stopped"
     assert check.main(["report", "--out", str(tmp_path)]) == 1
     assert "FAILED RuntimeError: a fan has stopped" in capsys.readouterr().out
+
+
+def test_the_kernels_that_keep_a_device_busy_compile(check: Any, tmp_path: Path) -> None:
+    compilers = find_compilers()
+    if not compilers:
+        pytest.skip("neither nvcc nor NVRTC (pip install nvidia-cuda-nvrtc) is here: the kernels are not compiled")
+    for compiler in compilers:
+        code, said = compiler.compile(sys.modules["benchmarks.gpu.machine"].SOURCE, "sm_90", tmp_path)
+        assert not said.strip()
+        assert b"hicache_bench_busy" in code
+        assert b"hicache_bench_read" in code
 
 
 def test_without_results_there_is_no_report(check: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
