@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import re
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -29,6 +30,7 @@ from hicache.runtime.options import PREFETCH_MODES, write_policies
 
 CLOSE_SECONDS = 120.0  # to write what is still queued at the end
 HURRIED_SECONDS = 5.0  # the same after an interrupt
+_DEVICE = re.compile(r"cuda(:[0-9]{1,3})?")
 MANY_PAGES = 2**23  # whose tables alone are checked against the memory that there is
 
 
@@ -38,6 +40,7 @@ class ReplayOptions:
 
     Attributes:
         device_pages: slots of the device tier; None is unlimited, which needs pages without bytes.
+        device_memory: where they are: "main" for main memory, "cuda" or "cuda:N" for a GPU's.
         host_pages: slots of the host tier; 0 leaves it out.
         storage: URL of the storage tier, or None.
         page_tokens: tokens of a page, or None: each id of the trace is one page.
@@ -55,6 +58,7 @@ class ReplayOptions:
     """
 
     device_pages: int | None = None
+    device_memory: str = "main"
     host_pages: int = 0
     storage: str | None = None
     page_tokens: int | None = None
@@ -77,6 +81,11 @@ class ReplayOptions:
             raise ConfigError(f'--page-size {self.page_tokens}: use "trace" or 1 to {MAX_PAGE_SIZE} tokens')
         if self.device_pages is None and self.page_bytes:
             raise ConfigError("--device unlimited needs --page-bytes 0: bytes need memory, give a number of pages")
+        if self.device_memory != "main":
+            if _DEVICE.fullmatch(self.device_memory) is None:
+                raise ConfigError(f'--device-memory {self.device_memory!r:.40}: use "main", "cuda" or "cuda:N"')
+            if not self.page_bytes:
+                raise ConfigError("--device-memory cuda needs --page-bytes above 0: without bytes nothing is copied")
         if self.storage is not None and not self.page_bytes:
             raise ConfigError("--storage needs --page-bytes above 0: without bytes there is nothing to store")
         if self.storage is not None and not self.host_pages:
@@ -116,7 +125,8 @@ def replay(
     step = 1
     if first is not None:
         step = prompts.prompt(first).step  # an unfit page size is found before anything is opened
-    with contextlib.closing(_open(options, step)) as cache:
+    with contextlib.ExitStack() as stack:
+        cache = stack.enter_context(contextlib.closing(_open(options, step, stack)))
         storage = cache.statistics().storage
         if options.storage is not None and storage is not None:
             verdict.check_capacity(options.storage, storage.capacity, options.page_bytes)
@@ -133,15 +143,16 @@ def replay(
         return _run(driver, cache, pace, itertools.chain(() if first is None else (first,), requests), options.storage)
 
 
-def _open(options: ReplayOptions, step: int) -> hicache.EmbeddedCache:
-    """The cache; `step` is the number of real tokens that one of its pages stands for."""
+def _open(options: ReplayOptions, step: int, stack: contextlib.ExitStack) -> hicache.EmbeddedCache:
+    """The cache; `step` is the number of real tokens that one of its pages stands for. `stack` closes its device."""
     rate, tokens = options.prefill_rate, options.namespace().page_size
-    pages = (options.device_pages or 0) + options.host_pages
+    on_gpu = options.device_memory != "main"
+    pages = (0 if on_gpu else options.device_pages or 0) + options.host_pages
     if options.page_bytes or pages > MANY_PAGES:
         check_memory(pages * (options.page_bytes + SLOT_BYTES), "device and host pools together")
     return hicache.open(
         options.namespace(),
-        device=options.device_pages,
+        device=stack.enter_context(contextlib.closing(_gpu_pool(options))) if on_gpu else options.device_pages,
         host=options.host_pages,
         storage=options.storage,
         eviction=options.eviction,
@@ -149,6 +160,19 @@ def _open(options: ReplayOptions, step: int) -> hicache.EmbeddedCache:
         prefetch=options.prefetch,
         prefill_tokens_per_second=None if rate is None else rate * tokens / step,
         bytes=options.page_bytes > 0,
+    )
+
+
+def _gpu_pool(options: ReplayOptions) -> hicache.DevicePool:
+    from hicache.cuda.pool import CudaDevicePool
+
+    namespace, number = options.namespace(), options.device_memory.partition(":")[2]
+    assert options.device_pages is not None, "pages with bytes have a number"
+    return CudaDevicePool.allocate(
+        namespace.geometry,
+        page_size=namespace.page_size,
+        slots=options.device_pages,
+        device=int(number) if number else None,
     )
 
 

@@ -46,6 +46,8 @@ def run(options: argparse.Namespace) -> int:
         from hicache.sidecar.preflight import preflight
 
         findings += asyncio.run(preflight(settings, sockets=options.address is None))
+    if options.address is None:
+        findings.append(_cuda())
     if options.address is not None:
         findings += _ask(options)
     if options.json:
@@ -54,6 +56,14 @@ def run(options: argparse.Namespace) -> int:
         rows = [(finding.check, "good" if finding.good else "BAD", finding.text) for finding in findings]
         print_table(Table("doctor", ("check", "", "found"), rows, texts=3))
     return EXIT_FINE if all(finding.good for finding in findings) else EXIT_WRONG
+
+
+def _cuda() -> Finding:
+    from hicache.cuda.look import found
+    from hicache.rpc.service import Finding
+
+    good, text = found()
+    return Finding("cuda", good, text)
 
 
 def _ask(options: argparse.Namespace) -> list[Finding]:

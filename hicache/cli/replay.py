@@ -37,6 +37,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--device", default="10000", metavar="SIZE", help='pages, bytes with a unit, or "unlimited" (default: 10000)'
     )
     parser.add_argument(
+        "--device-memory",
+        default="main",
+        metavar="main|cuda|cuda:N",
+        help="where the device tier is: in main memory, or in that of a GPU (default: main)",
+    )
+    parser.add_argument(
         "--host", default="0", metavar="SIZE", help="pages, or bytes with a unit (default: 0, no host tier)"
     )
     parser.add_argument(
@@ -133,6 +139,7 @@ def read_options(options: argparse.Namespace) -> ReplayOptions:
         device_pages=None
         if unlimited
         else parse_pages(options.device, option="--device", page_bytes=page_bytes, least=1),
+        device_memory=options.device_memory,
         host_pages=parse_pages(options.host, option="--host", page_bytes=page_bytes, least=0),
         storage=None if options.storage == "none" else options.storage,
         page_tokens=_page_tokens(options.page_size),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import sys
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CudaDevicePool"]
 
+_LOG = logging.getLogger(__name__)
 _FIRST: Final[Slots] = np.zeros(1, np.int64)
 
 
@@ -319,8 +321,11 @@ class CudaDevicePool(DevicePool):
             self._uses.clear()
         self._keep = None
         if self._owned and os.getpid() == self._process:
-            self.driver.free(self._owned)
-            self._owned = 0
+            address, self._owned = self._owned, 0
+            try:
+                self.driver.free(address)
+            except CudaError as error:  # the device is gone, and its memory with it
+                _LOG.warning("a device pool's memory could not be given back: %s", error)
 
     def __repr__(self) -> str:
         state = ", closed" if self._closed else ""

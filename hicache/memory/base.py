@@ -4,8 +4,8 @@ A slot is an integer; which page it holds, whether it may be read, and when it m
 Pools check only that a slot exists. Whoever asks for a copy must keep its slots pinned until `done` is called: that
 is the only sign that nothing touches them any more.
 
-What a CUDA pool and engine would change is below these contracts: a device pool whose bytes a CPU cannot see brings
-its own copy engine, with streams where `ThreadCopyEngine` has threads and CUDA events as writer events.
+What a CUDA pool and engine change is below these contracts: a device pool whose bytes a CPU cannot see brings its own
+copy engine, with streams where `ThreadCopyEngine` has threads and CUDA events as writer events, and pinned host memory.
 """
 
 from __future__ import annotations
@@ -139,6 +139,17 @@ class DevicePool(ABC):
         None where copy threads of the cache can do it, as the CPU sees the bytes.
         """
         del host
+        return None
+
+    def host_pool(self, geometry: KVGeometry, page_size: int, slots: int) -> HostPool | None:
+        """A host pool that this pool's copies are fastest with, which the caller closes.
+
+        None where any memory does.
+
+        Raises:
+            ConfigError: there is not so much memory, or none of the kind that is needed.
+        """
+        del geometry, page_size, slots
         return None
 
     @abstractmethod

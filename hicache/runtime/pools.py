@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import NamedTuple
 
 from hicache.core.identity import Namespace
@@ -56,22 +57,25 @@ def make_pools(
     owns_device = not isinstance(device, DevicePool)
     device_pool = device if isinstance(device, DevicePool) else _allocate(namespace, device, page_bytes)
     device_pool.check_geometry(namespace.geometry, namespace.page_size)
-    try:
-        host_pool = _host_pool(host_pages, page_bytes)
-    except ConfigError:
+    with ExitStack() as undo:
         if owns_device:
-            device_pool.close()
-        raise
-    copies = device_pool.copy_engine(host_pool)
-    if copies is None:
-        copies = ThreadCopyEngine(device_pool, host_pool, threads=options.copy_threads)
+            undo.callback(device_pool.close)
+        host_pool = _host_pool(namespace, device_pool, host_pages, page_bytes)
+        if host_pool is not None:
+            undo.callback(host_pool.close)
+        copies = device_pool.copy_engine(host_pool)
+        if copies is None:
+            copies = ThreadCopyEngine(device_pool, host_pool, threads=options.copy_threads)
+        undo.pop_all()
     return Pools(device_pool, owns_device, host_pool, copies)
 
 
-def _host_pool(pages: int, page_bytes: int) -> HostPool | None:
+def _host_pool(namespace: Namespace, device: DevicePool, pages: int, page_bytes: int) -> HostPool | None:
     from hicache.memory.host import MmapHostPool
 
-    return MmapHostPool(pages, page_bytes) if pages else None
+    if not pages:
+        return None
+    return device.host_pool(namespace.geometry, namespace.page_size, pages) or MmapHostPool(pages, page_bytes)
 
 
 def _allocate(namespace: Namespace, device: object, page_bytes: int) -> DevicePool:

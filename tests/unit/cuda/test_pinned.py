@@ -1,0 +1,179 @@
+"""Host memory is pinned for as long as it is mapped, or said not to be: with sizes, causes and what to do."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hicache
+from hicache.core.arenas import ArenaPlan
+from hicache.cuda import CudaDevicePool, CudaOptions
+from hicache.cuda.pinned import HostPins, PinnedHostPool, host_parts
+from hicache.errors import CacheClosed, ConfigError
+from hicache.memory.host import MmapHostPool
+from hicache.testing.cuda import FakeCuda
+
+GEOMETRY = hicache.KVGeometry.mha(layers=2, kv_heads=2, head_dim=8, dtype="float16")
+PAGE = 4
+NAMESPACE = hicache.Namespace(model="a", revision="1", geometry=GEOMETRY, page_size=PAGE)
+PLAN = ArenaPlan.of(GEOMETRY, PAGE)
+
+
+class Watching(FakeCuda):
+    """Looks that memory is still mapped when it is unpinned, as a real device would otherwise fail much later."""
+
+    def host_unregister(self, address: int) -> None:
+        maps = Path("/proc/self/maps").read_text(encoding="ascii", errors="replace")
+        inside = (line.split()[0].split("-") for line in maps.splitlines())
+        assert any(int(low, 16) <= address < int(high, 16) for low, high in inside), "unmapped while it was pinned"
+        super().host_unregister(address)
+
+
+def pool_on(cuda: FakeCuda, **options: Any) -> CudaDevicePool:
+    return CudaDevicePool.allocate(
+        GEOMETRY, page_size=PAGE, slots=8, driver=cuda, options=CudaOptions(**{"method": "plain"} | options)
+    )
+
+
+def copied(pool: CudaDevicePool) -> Any:
+    """A cache over the pool copies pages down and up; the statistics of its copies."""
+    prompt = list(range(4 * PAGE))
+    with hicache.open(NAMESPACE, device=pool, host=16) as cache:
+        with cache.request(prompt, logits=False) as request:
+            for slot in request.allocate():
+                pool.write_page(slot, np.full(pool.page_bytes, 7 + slot, np.uint8))
+            written = [pool.read_page(slot) for slot in range(4)]
+            request.commit(ready=pool.record())
+        cache.flush()
+        for other in (1, 2):  # takes the device's slots from the first
+            with cache.request([other + 1000] * 4 * PAGE, logits=False) as request:
+                for slot in request.allocate():
+                    pool.write_page(slot, bytes(pool.page_bytes))
+                request.commit(ready=hicache.READY)
+            cache.flush()
+        with cache.request(prompt, logits=False) as request:
+            loaded = [pool.read_page(slot) for slot in request.load()]
+        assert len(loaded) == 4
+        found = {page.tobytes() for page in loaded}
+        assert found == {page.tobytes() for page in written}
+        return cache.statistics().copies
+
+
+def test_a_caches_host_tier_is_pinned_from_its_first_to_its_last_moment() -> None:
+    cuda = Watching(memory=1 << 22)
+    pool = pool_on(cuda)
+    copies = copied(pool)
+    assert copies.pinned.pinned
+    assert copies.pinned.pinned_bytes == copies.pinned.bytes == 16 * 4096
+    assert copies.pages_host_to_device
+    assert not cuda.registered
+    pool.close()
+    assert not cuda.allocated
+
+
+@pytest.mark.case("MEM-2")
+def test_memory_that_cannot_be_pinned_is_said_at_once_and_works(caplog: pytest.LogCaptureFixture) -> None:
+    """The bytes, the code and the limit are told when it is made; the copies pass; statistics say not pinned."""
+    cuda = FakeCuda(memory=1 << 22, lockable=4096)
+    pool = pool_on(cuda)
+    with caplog.at_level(logging.WARNING):
+        copies = copied(pool)
+    text = next(record.getMessage() for record in caplog.records if "pinned" in record.getMessage())
+    assert "a host pool of 16 pages of 64 KiB could not be pinned: cudaErrorMemoryAllocation (2)" in text
+    assert "ulimit -l" in text
+    assert not copies.pinned.pinned
+    assert copies.pinned.pinned_bytes == 0
+    assert copies.pinned.failures[0] in text
+    pool.close()
+
+
+@pytest.mark.case("MEM-2")
+def test_memory_that_must_be_pinned_and_cannot_stops_the_opening_and_leaves_nothing() -> None:
+    cuda = FakeCuda(memory=1 << 22, lockable=4096)
+    pool = pool_on(cuda, pinned="require")
+    with pytest.raises(
+        ConfigError, match=r"could not be pinned: .*raise the limit by ulimit -l, or do without"
+    ) as told:
+        hicache.open(NAMESPACE, device=pool, host=8)
+    assert "\n" not in str(told.value)
+    assert not cuda.registered
+    host = MmapHostPool(4, pool.page_bytes)
+    with pytest.raises(ConfigError, match="host memory of 4 pages"):
+        pool.copy_engine(host)
+    host.close()
+    pool.close()
+    assert not cuda.allocated
+
+
+def test_pinning_can_be_left_out() -> None:
+    cuda = FakeCuda(memory=1 << 22)
+    pool = pool_on(cuda, pinned="off")
+    copies = copied(pool)
+    assert cuda.calls.get("host_register") is None
+    assert "as was asked" in copies.pinned.failures[0]
+    pool.close()
+    with pytest.raises(ConfigError, match="pinning 'perhaps' is none of try, require, off"):
+        HostPins(cuda, "perhaps")  # type: ignore[arg-type]
+
+
+def test_the_memory_is_taken_from_the_node_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    bound: list[tuple[int, int]] = []
+    monkeypatch.setattr(
+        "hicache.memory.arena.bind_to_node", lambda address, size, node, what: bound.append((size, node))
+    )
+    for where, wanted in (("gpu", 0), (None, None)):
+        cuda = FakeCuda(memory=1 << 22, numa_node=0)
+        pool = pool_on(cuda, numa_node=where)
+        pool.host_pool(GEOMETRY, PAGE, 4).close()
+        assert bound == ([] if wanted is None else [(4 * 4096, wanted)])
+        bound.clear()
+        pool.close()
+
+
+def test_a_forked_child_leaves_its_parents_pins_alone() -> None:
+    cuda = FakeCuda(memory=1 << 22)
+    pool = pool_on(cuda)
+    host = pool.host_pool(GEOMETRY, PAGE, 4)
+    pins = host.pins  # type: ignore[attr-defined]
+    child = os.fork()
+    if child == 0:
+        pins.close()
+        pool.close()
+        os._exit(0 if not cuda.calls.get("host_unregister") and not cuda.calls.get("free") else 1)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert pins.statistics().pinned
+    host.close()
+    pool.close()
+    assert not cuda.registered
+
+
+def test_what_fails_when_it_is_unpinned_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    cuda = FakeCuda()
+    pins = HostPins(cuda)
+    assert pins.pin(4096, 8192, "memory")
+    assert pins.covers(8000)
+    assert not pins.covers(4096 + 8192)
+    cuda.fail("host_unregister", "cudaErrorContextIsDestroyed", 709)
+    pins.unpin(4096)
+    pins.unpin(4096)
+    assert "could not be unpinned" in caplog.text
+    assert pins.statistics().pinned_bytes == 0
+
+
+def test_a_pinned_pool_is_a_host_pool() -> None:
+    cuda = FakeCuda()
+    host = PinnedHostPool.open(PLAN, 3, driver=cuda)
+    host.page(2)[:] = 5
+    assert host.pages.shape == (3, PLAN.page_bytes)
+    assert host_parts(host)[0].address in cuda.registered
+    host.close()
+    host.close()
+    with pytest.raises(CacheClosed):
+        host.page(2)
+    assert not cuda.registered
