@@ -114,7 +114,7 @@ def _memory(documents: Documents, token_bytes: int | None) -> Section:
         title,
         "Pages hit / pages asked and tokens hit / prompt tokens; the miss ratio is what is missing to 100 %. A band is "
         "how far off a sampled curve may be.",
-        Axis("size", "pages, logarithmic", "count", log=True),
+        Axis("size", "pages, log scale", "count", log=True),
         Axis("hit rate", "% of pages or tokens asked", "percent", least=0),
         tuple(series),
         Table(f"{title}; miss ratio = 1 - hit rate", columns, tuple(rows)),
@@ -176,7 +176,7 @@ def _keeping(documents: Documents) -> Iterator[LinePlot]:
         "keeping",
         title,
         "Pages hit / pages asked, of a cache that keeps each page so long after its last use.",
-        Axis("kept after the last use", "time, logarithmic", "seconds", log=True, each=True),
+        Axis("kept after the last use", "time, log scale", "seconds", log=True, each=True),
         Axis("hit rate", _PAGES, "percent", least=0),
         series,
         Table(title, ("kept for", "hit rate, of pages", "pages held, mean"), rows),
@@ -195,7 +195,7 @@ def _reuse(documents: Documents) -> Section:
             "Time between two uses of a page",
             "Of the pages that an unlimited cache hits, the share whose use before is not longer ago; through the "
             "percentiles of the table.",
-            Axis("since the use before", "time, logarithmic", "seconds", log=True),
+            Axis("since the use before", "time, log scale", "seconds", log=True),
             "pages hit",
             [(labelled(name, "time"), str(at), at > 0, each.reuse_seconds) for at, (name, each) in named],
         ),
@@ -204,7 +204,7 @@ def _reuse(documents: Documents) -> Section:
             "Pages between two uses of a page",
             "Of the pages that an unlimited cache hits, the share with not more different pages since its use before "
             "(stack distance): an LRU cache of more pages hits it.",
-            Axis("different pages since", "pages, logarithmic", "count", log=True),
+            Axis("different pages since", "pages, log scale", "count", log=True),
             "pages hit",
             [(labelled(name, "distance"), str(at), at > 0, each.reuse_distance_pages) for at, (name, each) in named],
         ),
@@ -304,7 +304,7 @@ def _page_sizes(documents: Documents) -> Section:
         title,
         "Tokens of whole pages in the longest known prefix / prompt tokens: a prefix is reused up to its last whole "
         "page.",
-        Axis("page size", "tokens, logarithmic", "count", log=True, each=True),
+        Axis("page size", "tokens, log scale", "count", log=True, each=True),
         Axis("reusable", _TOKENS, "percent", least=0),
         series,
         Table(f"{title}; lost: of what pages of one token would reuse", columns, rows),

@@ -89,8 +89,8 @@ def _sharers(documents: Documents) -> Iterator[LinePlot]:
         "sharers",
         "Pages by how many requests share them",
         "Different pages that at least so many requests asked for.",
-        Axis("shared by at least", "requests, logarithmic", "count", log=True),
-        Axis("different pages", "pages, logarithmic", "count", log=True),
+        Axis("shared by at least", "requests, log scale", "count", log=True),
+        Axis("different pages", "pages, log scale", "count", log=True),
         series,
         Table("Pages that at least so many requests asked for", ("requests", "pages"), rows),
     )
@@ -104,7 +104,7 @@ def sessions(documents: Documents) -> Section:
         "pauses",
         "Pauses between two turns of a session",
         "Share of the later turns that come not longer after the turn before.",
-        Axis("pause", "time, logarithmic", "seconds", log=True),
+        Axis("pause", "time, log scale", "seconds", log=True),
         "later turns",
         [(labelled(name, "pause"), str(at), at > 0, each.sessions.pauses) for at, (name, each) in named],
     )
@@ -112,7 +112,7 @@ def sessions(documents: Documents) -> Section:
         "turns",
         "Turns of a session",
         "Share of the sessions with not more turns.",
-        Axis("turns", "requests, logarithmic", "count", log=True, each=True),
+        Axis("turns", "requests, log scale", "count", log=True, each=True),
         "sessions",
         [(labelled(name, "turns"), str(at), at > 0, each.sessions.turns) for at, (name, each) in named],
     )
@@ -144,7 +144,7 @@ def requests(documents: Documents) -> Section:
         "lengths",
         "Lengths of prompts and outputs",
         "Share of the requests with not more tokens.",
-        Axis("length", "tokens, logarithmic", "count", log=True),
+        Axis("length", "tokens, log scale", "count", log=True),
         "requests",
         found,
     )
@@ -152,7 +152,7 @@ def requests(documents: Documents) -> Section:
         "gaps",
         "Time between two requests",
         "Share of the arrivals that come not longer after the one before.",
-        Axis("gap", "time, logarithmic", "seconds", log=True),
+        Axis("gap", "time, log scale", "seconds", log=True),
         "arrivals",
         [
             (labelled(name, "gap"), str(at), at > 0, each.gaps)

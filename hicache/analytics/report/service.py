@@ -92,30 +92,44 @@ def _what_if(documents: Documents) -> Section:
                     )
                 )
             counts = pool.statistics.pages
-            if counts.asked:
-                marks.append(Mark("y", 1 - counts.missed.get("cold", 0) / counts.asked, f"ideal, {name}"))
+            ideal = 1 - counts.missed.get("cold", 0) / counts.asked if counts.asked else None
+            if ideal is not None and len(ghosts) == 1:
+                marks.append(Mark("y", ideal, "ideal"))
+            elif ideal is not None and ghost.points:
+                ends = tuple((point.factor, ideal) for point in (ghost.points[0], ghost.points[-1]))
+                series.append(Series(f"ideal, {name}", str(place % 8), ends, dashed=True))
             rows += [
                 (
                     name, f"{point.factor:g}x", count(point.pages), format_size(point.pages * pool.page_bytes),
                     "n/a" if point.hit_rate is None else percent(point.hit_rate),
-                    _error(point.error_bound or 0.0),
+                    _error(point.error_bound or 0.0), "n/a" if ideal is None else percent(ideal),
                     count(point.missed_pages), count(ghost.asked_pages),
                 )
                 for point in ghost.points
             ]  # fmt: skip
         title = f"What other sizes of {visible(tier, 20)} would hit"
-        columns = ("pool", "size", "pages", "memory", "hit rate, of pages", "error", "pages missed", "pages asked")
+        columns = (
+            "pool",
+            "size",
+            "pages",
+            "memory",
+            "hit rate, of pages",
+            "error",
+            "ideal",
+            "pages missed",
+            "pages asked",
+        )
         plots.append(
             LinePlot(
                 f"what-if-{number}",
                 title,
                 "Pages hit / pages asked since the start, had the tier another size, together with those above it and "
                 "as LRU: an estimate from a sample. The ideal misses only what was never asked before.",
-                Axis("size", "times its own, logarithmic", "number", log=True, each=True),
+                Axis("size", "times its own, log scale", "number", log=True, each=True),
                 Axis("hit rate", "% of pages asked", "percent", least=0),
                 tuple(series),
                 Table(title, columns, tuple(rows)),
-                tuple(marks) if len(marks) <= 4 else (),
+                tuple(marks),
             )
         )
     return Section("what-if", "What other sizes would hit", (), tuple(plots))
@@ -138,12 +152,12 @@ def _prefixes(documents: Documents) -> Section:
     found.sort(key=lambda pair: (-pair[1].requests, pair[0], pair[1].page_hash))
     drawn = found[:_MOST_PREFIXES]
     bars = tuple(
-        Bar(f"{visible(prefix.page_hash, 12)}, {name}", (Part("requests", "hit", float(prefix.requests)),))
+        Bar(f"{visible(prefix.page_hash[:12])}, {name}", (Part("requests", "hit", float(prefix.requests)),))
         for name, prefix in drawn
     )
     rows = tuple(
         (
-            visible(prefix.page_hash, 12), name, count(prefix.requests), count(prefix.uncertain), count(prefix.pages),
+            visible(prefix.page_hash[:12]), name, count(prefix.requests), count(prefix.uncertain), count(prefix.pages),
             share(prefix.hit_pages, prefix.asked_pages), count(prefix.host_pages), count(prefix.stored_pages),
         )
         for name, prefix in found

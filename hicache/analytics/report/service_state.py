@@ -42,7 +42,7 @@ def pools_of(documents: Documents) -> list[tuple[str, Pool]]:
     names = Counter(name for name, _ in found)
     return [
         (
-            f"{name} ({visible(pool.namespace, 12)}{f', {pool.ranks} ranks' if pool.ranks > 1 else ''})"
+            f"{name} ({visible(pool.namespace[:12])}{f', {pool.ranks} ranks' if pool.ranks > 1 else ''})"
             if names[name] > 1
             else name,
             pool,

@@ -13,11 +13,13 @@ from typing import Final
 
 from hicache.analytics.report.content import BarPlot, LinePlot, Mark, Plot, Series
 from hicache.analytics.report.scales import Scale, scale_of, tick_text
-from hicache.analytics.report.words import visible
+from hicache.analytics.report.words import squeezed, visible
 
 __all__ = ["drawings"]
 
 _LETTER: Final = 6.9  # width of a letter of 12 pixels, of the widest of the usual fonts
+_BOLD: Final = 8.3
+_LINE: Final = 14
 _ROW: Final = 46
 _BAR: Final = 20
 _BUSY: Final = 40  # points of a line from which on they have no dots of their own
@@ -76,7 +78,7 @@ def _lines(plot: LinePlot, name: str, width: float, height: float, ticks: int) -
 
 
 def _y_axis(frame: _Frame, scale: Scale, title: str, form: str) -> Iterator[str]:
-    yield f'<text class="axis" x="2" y="14">{_text(title, frame.width / _LETTER)}</text>'
+    yield f'<text class="axis" x="2" y="14">{_text(squeezed(title, int(frame.width / _BOLD)))}</text>'
     for tick in scale.ticks:
         at = frame.y(scale(tick))
         yield _across("grid", (frame.left, at), (frame.width - frame.right, at))
@@ -99,7 +101,7 @@ def _x_axis(frame: _Frame, scale: Scale, title: str, form: str) -> Iterator[str]
         yield f'<text class="tick mid" x="{_px(middle)}" y="{_px(base + 18)}">{_text(label)}</text>'
     yield (
         f'<text class="axis end" x="{_px(frame.width - frame.right)}" y="{_px(frame.height - 8)}">'
-        f"{_text(title, frame.width / _LETTER)}</text>"
+        f"{_text(squeezed(title, int((frame.width - frame.right) / _BOLD)))}</text>"
     )
 
 
@@ -131,32 +133,37 @@ def _path(places: Sequence[tuple[float, float]], *, step: bool = False) -> str:
 
 def _marks(frame: _Frame, x: Scale, y: Scale, marks: Sequence[Mark]) -> Iterator[str]:
     taken: list[tuple[float, float, float]] = []
-    right = frame.width - frame.right
+    right, base = frame.width - frame.right, frame.height - frame.bottom
     for mark in marks:
-        label = visible(mark.label)
+        label = squeezed(visible(mark.label), int((right - frame.left - 12) / _LETTER))
         size = len(label) * _LETTER
         if mark.axis == "y":
             at = frame.y(y(mark.at))
             yield _across("mark", (frame.left, at), (right, at))
-            top = _free(taken, right - size, size, at - 6, frame.top)
-            yield f'<text class="note end" x="{_px(right - 2)}" y="{_px(top)}">{_text(label)}</text>'
+            left, begin = right - 2 - size, at - 6
         else:
             at = frame.x(x(mark.at))
-            yield _across("mark", (at, frame.top), (at, frame.height - frame.bottom))
-            before = at + 6 + size > right
-            left = max(frame.left, at - 6 - size) if before else at + 6
-            top = _free(taken, left, size, frame.height - frame.bottom - 10, frame.top)
-            anchor = f"note end' x='{_px(at - 6)}" if before and at - 6 - size > frame.left else f"note' x='{_px(left)}"
-            yield f"<text class='{anchor}' y='{_px(top)}'>{_text(label)}</text>"
+            yield _across("mark", (at, frame.top), (at, base))
+            # Behind the line where there is room, else before it.
+            left, begin = at + 6 if at + 6 + size <= right else max(frame.left, at - 6 - size), base - 10
+        top = _free(taken, left, size, (begin, frame.top + 8, base - 6))
+        if top is not None:
+            yield f'<text class="note" x="{_px(left)}" y="{_px(top)}">{_text(label)}</text>'
 
 
-def _free(taken: list[tuple[float, float, float]], left: float, size: float, top: float, least: float) -> float:
-    """A height at which nothing else is written."""
-    while top > least and any(abs(top - y) < 14 and left < x + w and x < left + size for x, w, y in taken):
-        top -= 15
-    top = max(top, least + 10)
-    taken.append((left, size, top))
-    return top
+def _free(
+    taken: list[tuple[float, float, float]], left: float, size: float, heights: tuple[float, float, float]
+) -> float | None:
+    """A height at which nothing else is written, from the one wanted up and then down; None where there is none."""
+    wanted, least, most = heights
+    for step in (*range(0, -200, -15), *range(15, 200, 15)):
+        top = float(wanted + step)
+        if least <= top <= most and not any(
+            abs(top - y) < _LINE and left < x + w and x < left + size for x, w, y in taken
+        ):
+            taken.append((left, size, top))
+            return top
+    return None
 
 
 # ---- bars
@@ -174,9 +181,8 @@ def _bars(plot: BarPlot, name: str, width: float, _height: float, ticks: int) ->
     seen: dict[str, int] = {}
     for row, bar in enumerate(plot.bars):
         top = frame.top + row * _ROW
-        parts.append(
-            f'<text class="label" x="{_px(frame.left)}" y="{_px(top + 14)}">{_text(bar.label, width / 7.5)}</text>'
-        )
+        label = _text(squeezed(visible(bar.label), int((width - frame.left) / _BOLD)))
+        parts.append(f'<text class="label" x="{_px(frame.left)}" y="{_px(top + 14)}">{label}</text>')
         end = 0.0
         for at, part in enumerate(bar.parts):
             number = seen.setdefault(part.name, len(seen))
@@ -209,5 +215,5 @@ def _px(value: float) -> str:
     return f"{value:.1f}".removesuffix(".0")
 
 
-def _text(text: str, most: float = 200) -> str:
-    return escape(visible(text, int(most)))
+def _text(text: str) -> str:
+    return escape(visible(text))

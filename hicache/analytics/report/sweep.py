@@ -89,7 +89,7 @@ def _lines(documents: Sequence[SweepDocument], names: Sequence[str]) -> Iterator
         "sweep-lines",
         title,
         f"Pages hit / pages asked of each point, a line for each combination of the other settings.{more}",
-        Axis(plain, f"{_UNITS[name]}{', logarithmic' if above else ''}", form, log=above, each=True),
+        Axis(plain, f"{_UNITS[name]}{', log scale' if above else ''}", form, log=above, each=True),
         Axis("hit rate", "% of pages asked", "percent", least=0),
         tuple(series[:_MOST_LINES]),
         Table(title, ("line", plain, "hit rate, of pages"), cells),

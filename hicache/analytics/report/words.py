@@ -7,7 +7,7 @@ from typing import Final
 
 from hicache.units import format_size
 
-__all__ = ["count", "duration", "ending", "percent", "points", "shown", "visible"]
+__all__ = ["count", "duration", "ending", "percent", "points", "shown", "squeezed", "visible"]
 
 LONGEST_NAME: Final = 200
 _TIMES: Final = ((86_400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
@@ -22,6 +22,12 @@ def visible(text: str, most: int = LONGEST_NAME) -> str:
 def ending(text: str, most: int) -> str:
     """The end of a long name, which tells files apart."""
     return visible(text if len(text) <= most else "…" + text[1 - most :])
+
+
+def squeezed(text: str, most: int) -> str:
+    """Text of at most so many characters: the middle gives way, as names differ at their ends."""
+    end = most // 2
+    return text if len(text) <= most else text[: max(0, most - 1 - end)] + "…" + text[len(text) - end :]
 
 
 def count(value: float) -> str:
