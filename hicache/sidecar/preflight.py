@@ -27,6 +27,7 @@ from hicache.memory.limits import available_memory
 from hicache.memory.placement import check_place
 from hicache.rpc.address import Address
 from hicache.rpc.service import Attachment, Caller, Finding, RequestScope
+from hicache.runtime.accesslog.files import is_log
 from hicache.sidecar.checks import addresses, check_files, storage_url
 from hicache.sidecar.quotas import Quotas
 from hicache.sidecar.service import SidecarService
@@ -68,7 +69,7 @@ async def preflight(settings: Settings, *, sockets: bool = True) -> tuple[Findin
     if not all(finding.good for finding in findings):
         return tuple(findings)  # what follows would only say the same in other words
     config = settings.config
-    findings += [*_memory(config), *_rights(config)]
+    findings += [*_memory(config), *_rights(config), *_access_log(config)]
     if sockets:
         findings += [_address(address) for address in addresses(config)]
     findings += [finding async for finding in _storage(config)]
@@ -117,6 +118,20 @@ def _rights(config: Config) -> Iterator[Finding]:
         yield Finding(
             "socket rights", True, f"mode {listen.socket_mode}, {'by rule' if not unruled else 'for their owner'}"
         )
+
+
+def _access_log(config: Config) -> Iterator[Finding]:
+    if not config.access_log.folder:
+        return
+    folder = Path(config.access_log.folder).absolute()
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        yield Finding("access log", False, f"{there} is no folder that this user may write: name another one")
+        return
+    logs = sum(path.stat().st_size for path in there.iterdir() if there == folder and is_log(path.name))
+    room = shutil.disk_usage(there).free + logs
+    text = f"up to {config.access_log.total_bytes} in {folder}, where it has room for {format_size(room)}"
+    yield Finding("access log", room > int(config.access_log.total_bytes), text)
 
 
 def _address(address: Address) -> Finding:

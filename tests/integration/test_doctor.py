@@ -47,6 +47,19 @@ def test_storage_that_its_disk_cannot_hold(tmp_path: Path) -> None:
     assert "disk" not in found(**where, storage__url=f"file://{tmp_path}/store?capacity=1MiB")
 
 
+def test_the_folder_of_an_access_log(tmp_path: Path) -> None:
+    """It need not be there, but must be writable, and have room for all that may be written."""
+    where = {"listen__addresses": f"{tmp_path}/h.sock"}
+    good = found(**where, access_log__folder=f"{tmp_path}/deep/log")["access log"]
+    assert (good.good, "up to 1 GiB in " in good.text) == (True, True)
+    (tmp_path / "file").touch()
+    bad = found(**where, access_log__folder=f"{tmp_path}/file")["access log"]
+    assert (bad.good, "no folder that this user may write" in bad.text) == (False, True)
+    large = found(**where, access_log__folder=f"{tmp_path}/log", access_log__total_bytes="900TiB")["access log"]
+    assert not large.good
+    assert "access log" not in found(**where)
+
+
 def test_without_storage(tmp_path: Path) -> None:
     """The page comes back from host memory alone."""
     findings = found(listen__addresses=f"{tmp_path}/h.sock")

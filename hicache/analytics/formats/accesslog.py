@@ -50,7 +50,7 @@ MOST_PAGES: Final = 2**22
 
 _SIGN: Final = b'"hicache_access_log"'
 _REASONS: Final = frozenset(MissReason)
-_SEARCH: Final = 1 << 20
+_SEARCH: Final = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)

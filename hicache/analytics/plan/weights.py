@@ -32,7 +32,7 @@ def count_parameters(config: Mapping[str, Any], shape: ModelShape) -> int:
     total = hidden * vocabulary * (1 if config.get("tie_word_embeddings") else 2) + hidden
     for number, layer in enumerate(shape.layers):
         total += made[layer.kind](config) + _feed_forward(config, number) + norms * hidden
-    return total
+    return int(total)
 
 
 def _attention(config: Mapping[str, Any]) -> int:
@@ -40,7 +40,7 @@ def _attention(config: Mapping[str, Any]) -> int:
     dim = config.get("head_dim") or hidden // heads
     queries = 2 if config.get("attn_output_gate") else 1
     norms = 2 * dim if config.get("qk_norm") else 0
-    return hidden * dim * (heads * (queries + 1) + 2 * kv_heads) + norms
+    return int(hidden * dim * (heads * (queries + 1) + 2 * kv_heads) + norms)
 
 
 def _latent(config: Mapping[str, Any]) -> int:
