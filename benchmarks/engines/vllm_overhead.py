@@ -1,7 +1,7 @@
 """What the connector costs where there is nothing to hit: throughput of vLLM with and without it, in alternating pairs.
 
-`.engines/vllm/bin/python benchmarks/engines/vllm_overhead.py`; with `--files` pages go to a folder too. With
-`--control` neither engine has a connector: what two processes differ by all the same.
+`.engines/vllm/bin/python benchmarks/engines/vllm_overhead.py`: with the host tier only, and with files too; `--host` or
+`--files` measure one of them. With `--control` neither engine has a connector: what two processes differ by all the same.
 """
 
 from __future__ import annotations
@@ -56,24 +56,34 @@ def interval(ratios: list[float], draw: random.Random) -> tuple[float, float]:
     return medians[50], medians[-51]
 
 
+KINDS = {"host": "with, host tier only", "files": "with, host tier and files", "control": "without too"}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=12)
-    parser.add_argument("--files", action="store_true", help="with storage in a folder")
-    parser.add_argument("--control", action="store_true", help="compare two engines without a connector")
+    for kind, text in KINDS.items():
+        parser.add_argument(f"--{kind}", action="store_true", help=f"the second engine is one {text}")
     options = parser.parse_args()
-    second = "without too" if options.control else f"with, host tier{' and files' if options.files else ' only'}"
+    kinds = [kind for kind in KINDS if getattr(options, kind)] or ["host", "files"]
+    rows = [one.as_dict() for kind in kinds for one in compared(kind, options.pairs)]
+    if "ENGINES_ROWS" in os.environ:
+        Path(os.environ["ENGINES_ROWS"]).write_text(json.dumps(rows))
+
+
+def compared(kind: str, pairs: int) -> list[Any]:
+    """One kind of second engine beside one without a connector, as rows of `benchmarks.measure` where those are asked."""
     draw = random.Random(1)
     with tempfile.TemporaryDirectory(prefix="hicache-overhead-") as place:
         folder = Path(place)
-        storage = {"storage": f"file://{folder}/kv?capacity=2GiB"} if options.files else {}
-        extra = None if options.control else {"host": "1GiB"} | storage
+        storage = {"storage": f"file://{folder}/kv?capacity=2GiB"} if kind == "files" else {}
+        extra = None if kind == "control" else {"host": "1GiB"} | storage
         ratios, plain, cached = [], [], []
         used = {"plain": 0.0, "cached": 0.0}
         with Engine(None, folder / "plain.log", **OPTIONS) as one, Engine(extra, folder / "ours.log", **OPTIONS) as two:
             for engine in (one, two):
                 measured(engine, draw)
-            for pair in range(options.pairs):
+            for pair in range(pairs):
                 order = [(one, plain, "plain"), (two, cached, "cached")]
                 for engine, found, name in order if pair % 2 else reversed(order):
                     before = cpu_seconds(engine)
@@ -81,21 +91,20 @@ def main() -> None:
                     used[name] += cpu_seconds(engine) - before
                 ratios.append(cached[-1] / plain[-1])
     low, high = interval(ratios, draw)
-    print(f"SmolLM2-135M, bf16, batches of {PROMPTS} x ({TOKENS} + {NEW}) tokens, {options.pairs} alternating pairs")
+    print(f"SmolLM2-135M, bf16, batches of {PROMPTS} x ({TOKENS} + {NEW}) tokens, {pairs} alternating pairs")
     print(f"without   {statistics.median(plain):8.1f} tokens/s")
-    print(f"second    {statistics.median(cached):8.1f} tokens/s, {second}")
+    print(f"second    {statistics.median(cached):8.1f} tokens/s, {KINDS[kind]}")
     print(f"ratio     {statistics.median(ratios):8.3f} (95 %: {low:.3f} to {high:.3f})")
     print(f"processor {used['plain']:.1f} s without, {used['cached']:.1f} s in the second, its service's included")
-    if "ENGINES_ROWS" in os.environ:
-        from benchmarks.measure import row
+    if "ENGINES_ROWS" not in os.environ:
+        return []
+    from benchmarks.measure import row
 
-        name = f"throughput with nothing to hit, of that without ({low:.3f} to {high:.3f})"
-        bar = 0.0 if options.files else LEAST
-        rows = [
-            row(name, statistics.median(ratios), "", bar=bar, at_least=True),
-            row("processor time for it", used["cached"], "s", bar=float("inf"), reference=used["plain"]),
-        ]
-        Path(os.environ["ENGINES_ROWS"]).write_text(json.dumps([one.as_dict() for one in rows]))
+    name = f"throughput with nothing to hit, {KINDS[kind]}, of that without ({low:.3f} to {high:.3f})"
+    return [
+        row(name, statistics.median(ratios), "", bar=LEAST if kind == "host" else 0.0, at_least=True),
+        row("processor time for it", used["cached"], "s", bar=float("inf"), reference=used["plain"]),
+    ]
 
 
 if __name__ == "__main__":

@@ -130,7 +130,7 @@ def run_suite(place: Place, only: str = "") -> list[Line]:
     """All tests of one engine, or of one module of them, a line for each test function."""
     folder, report = SUITES / place.engine, OUT / f"{place.engine}-{place.version}.xml"
     report.unlink(missing_ok=True)
-    command = [place.python, "-m", "pytest", "-q", f"--confcutdir={SUITES}", "-p", "no:cacheprovider"]
+    command: list[str | Path] = [place.python, "-m", "pytest", "-q", f"--confcutdir={SUITES}", "-p", "no:cacheprovider"]
     settings = ["filterwarnings=", f"pythonpath={folder}", f"faulthandler_timeout={HANGS_SECONDS}"]
     for setting in settings:  # the engine's warnings are its own
         command += ["-o", setting]
