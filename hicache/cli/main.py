@@ -50,6 +50,7 @@ _COMMANDS = {
         "analyze",
         "diff",
         "convert",
+        "synth",
         "plan",
         "simulate",
         "sweep",

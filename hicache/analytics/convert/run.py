@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Final
 
+from hicache.analytics.convert.files import STANDARD_OUTPUT, new_file
 from hicache.analytics.convert.targets import TARGETS
 from hicache.analytics.convert.writers import Writer
 from hicache.analytics.traces import Trace
 from hicache.errors import InvalidInput, TraceError
-
-STANDARD_OUTPUT: Final = Path("-")
 
 # What makes no sense as a target, and what to do instead.
 _REFUSED: Final = {
@@ -83,7 +78,7 @@ def convert(
     for path in trace.paths:
         if isinstance(path, Path) and out != STANDARD_OUTPUT and out.exists() and path.samefile(out):
             raise InvalidInput(f"--out {out}: that is what is read; name another file")
-    with _new_file(out) as (file, finish):
+    with new_file(out) as (file, finish):
         writer = TARGETS[form](file, unit)
         for number, request in enumerate(trace):
             if number % 256 == 0:
@@ -114,48 +109,3 @@ def _losses(writer: Writer) -> Iterator[str]:
         yield f"the end of {blocks.tails:,} prompts had no id and got one that nobody else has"
     if writer.unit and blocks.units - {writer.unit}:
         yield f"read it with --unit {', '.join(map(str, sorted(blocks.units)))}"
-
-
-@contextmanager
-def _new_file(out: Path) -> Iterator[tuple[BinaryIO, Callable[[], None]]]:
-    """A file beside its place, which takes it when all is written; without that nothing is left of it."""
-    piped = out == STANDARD_OUTPUT
-    try:
-        file = tempfile.NamedTemporaryFile(  # noqa: SIM115  closed below, and renamed in between
-            dir=None if piped else out.parent, prefix=f".{out.name}.", suffix=".part", delete=False
-        )
-    except OSError as error:
-        raise InvalidInput(f"--out {out}: {error.strerror}; name a file in a folder that can be written") from None
-    kept = False
-
-    def finish() -> None:
-        nonlocal kept
-        file.flush()
-        if piped:
-            import sys
-
-            file.seek(0)
-            sys.stdout.flush()
-            shutil.copyfileobj(file, sys.stdout.buffer, 1 << 20)
-            sys.stdout.buffer.flush()
-            return
-        os.chmod(file.name, 0o666 & ~_umask())
-        os.replace(file.name, out)
-        kept = True
-
-    try:
-        yield file, finish  # type: ignore[misc]  # it is a file, and says so of itself at run time only
-    except OSError as error:
-        if isinstance(error, BrokenPipeError) or error.filename is not None:
-            raise
-        raise InvalidInput(f"--out {out}: {error.strerror}; make room there") from None
-    finally:
-        file.close()
-        if not kept:
-            os.unlink(file.name)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

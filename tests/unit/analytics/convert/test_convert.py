@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hicache.analytics.analysis.report import AnalyzeOptions, analyze
-from hicache.analytics.convert import objects, run
+from hicache.analytics.convert import files, objects
 from hicache.analytics.convert.run import Conversion, convert
 from hicache.analytics.convert.targets import TARGETS
 from hicache.analytics.formats.known import FORMATS
@@ -245,7 +245,7 @@ def test_a_broken_trace_leaves_the_old_file(tmp_path: Path, small_trace: Path) -
     assert done is not None
     assert done.skipped == 1
     assert out.read_text().startswith("time,obj_id,obj_size\n")
-    assert out.stat().st_mode & 0o777 == 0o666 & ~run._umask()
+    assert out.stat().st_mode & 0o777 == 0o666 & ~files._umask()
 
 
 def test_places_that_cannot_be_written(tmp_path: Path, small_trace: Path) -> None:
