@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from hicache.core.registry import DEVICE
 from hicache.records import MissReason
 
 if TYPE_CHECKING:
@@ -19,7 +20,8 @@ class RequestCounts:
 
     Attributes:
         asked: whole pages that the request might have taken from the cache.
-        device, host, storage: pages it got, by the tier they were in when it began.
+        device, host, storage: pages it got, by the tier they were in when it began; those that another request has
+            computed since then count as the top tier's.
         missed: the others, by reason; reasons that did not occur are left out.
         aborted: whether the request ended without success; it is counted all the same.
     """
@@ -38,7 +40,14 @@ def count(lease: Lease, ghosts: Ghosts, *, aborted: bool) -> RequestCounts:
     got = min(lease.usable, asked)
     device = min(match.device, got)
     host = min(match.host, got - device)
-    return RequestCounts(asked, device, host, got - device - host, _missed(lease, ghosts, got), aborted)
+    storage = min(match.storage, got - device - host)
+    # What no tier had when it began, another request has computed meanwhile: that came from the top tier.
+    meanwhile = got - device - host - storage
+    if lease.tree.registry.top == DEVICE:
+        device += meanwhile
+    else:
+        host += meanwhile
+    return RequestCounts(asked, device, host, storage, _missed(lease, ghosts, got), aborted)
 
 
 def _missed(lease: Lease, ghosts: Ghosts, got: int) -> dict[MissReason, int]:

@@ -43,6 +43,21 @@ def test_what_is_committed_is_in_host() -> None:
     stage.at_rest()
 
 
+@pytest.mark.case("STAT-6")
+def test_what_another_request_computes_meanwhile_is_no_hit_of_storage() -> None:
+    """Two ask for the same prompt at once; the one that loads later gets the other's pages, out of the top tier."""
+    stage = hosted()
+    first, second = stage.lease("ABC"), stage.lease("ABCD")
+    stage.core.allocate(first, 3)
+    stage.core.commit(first, 3, ready=True)
+    stage.core.load(second)
+    assert (second.match, second.usable) == (Match(), 3)
+    counts = stage.core.release(second)
+    assert (counts.device, counts.host, counts.storage) == (0, 3, 0)
+    assert (counts.asked, counts.missed) == (4, {MissReason.COLD: 1})
+    stage.core.release(first)
+
+
 def test_a_write_behind_an_event_becomes_visible_in_host_when_it_has_passed() -> None:
     stage = hosted()
     lease = stage.lease("AB")
