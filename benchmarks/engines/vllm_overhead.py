@@ -1,7 +1,7 @@
 """What the connector costs where there is nothing to hit: throughput of vLLM with and without it, in alternating pairs.
 
 `.engines/vllm/bin/python benchmarks/engines/vllm_overhead.py`: with the host tier only, and with files too; `--host` or
-`--files` measure one of them. With `--control` neither engine has a connector: what two processes differ by all the same.
+`--files` measure one of them. With `--control` neither engine has a connector: what two processes differ by anyway.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def compared(kind: str, pairs: int) -> list[Any]:
-    """One kind of second engine beside one without a connector, as rows of `benchmarks.measure` where those are asked."""
+    """One kind of second engine beside one without a connector; rows of `benchmarks.measure`, where those are asked."""
     draw = random.Random(1)
     with tempfile.TemporaryDirectory(prefix="hicache-overhead-") as place:
         folder = Path(place)
