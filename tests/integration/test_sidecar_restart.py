@@ -59,6 +59,14 @@ async def used(left: Left, *, storage: str | None = None) -> None:
         await client.store(prompt(4, 1), RequestScope(salt="s"))
 
 
+async def nothing_private(pool: Any) -> None:
+    """Wait until no slot of the pool is kept for a writer."""
+    until = asyncio.get_running_loop().time() + 10
+    while pool.cache.statistics().core.host.private:
+        assert asyncio.get_running_loop().time() < until
+        await pool.changes.wait(until)
+
+
 def test_pages_are_there_again() -> None:
     """Every page of every namespace is a hit in HOST, with its bytes and its tokens; what is left over is closed."""
 
@@ -153,10 +161,7 @@ def test_slots_of_living_clients_stay_theirs() -> None:
                 await (await Client.attach(service)).store(prompt(6))
                 writer.kill()
                 writer.wait()
-                until = asyncio.get_running_loop().time() + 10
-                while pool.cache.statistics().core.host.private:
-                    assert asyncio.get_running_loop().time() < until
-                    await pool.changes.wait(until)
+                await nothing_private(pool)
         finally:
             writer.kill()
             writer.communicate()
@@ -193,10 +198,7 @@ def test_slots_stay_theirs_over_several_restarts(seen: bool) -> None:
                 assert pool.cache.statistics().core.host.private == 5
                 writer.kill()
                 writer.wait()
-                until = asyncio.get_running_loop().time() + 10
-                while pool.cache.statistics().core.host.private:
-                    assert asyncio.get_running_loop().time() < until
-                    await pool.changes.wait(until)
+                await nothing_private(pool)
         finally:
             writer.kill()
             writer.communicate()

@@ -38,6 +38,16 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(cast("Any", test()))
 
 
+async def two_ranks(service: SidecarService, lifelines: Any) -> tuple[list[Client], list[Any]]:
+    """Mapped ranks of one group, and the key and line of each."""
+    lines = [lifelines.connect() for _ in range(2)]
+    ranks = [
+        await Client.attach(service, Caller(lifeline_key=key), group="g", tp_size=2, tp_rank=rank, streamed=False)
+        for rank, (key, _) in enumerate(lines)
+    ]
+    return ranks, lines
+
+
 def test_pages_of_one_session_are_hits_in_another() -> None:
     """What one client commits another reads, byte for byte; another tenant, salt or adapter sees nothing."""
 
@@ -197,13 +207,7 @@ def test_lost_rank_aborts_and_keeps_its_slots_until_it_is_gone() -> None:
 
     async def test() -> None:
         async with running() as (service, lifelines):
-            lines = [lifelines.connect() for _ in range(2)]
-            ranks = [
-                await Client.attach(
-                    service, Caller(lifeline_key=key), group="g", tp_size=2, tp_rank=rank, streamed=False
-                )
-                for rank, (key, _) in enumerate(lines)
-            ]
+            ranks, lines = await two_ranks(service, lifelines)
             assert len(ranks[0].attached.arenas) == 1
             assert set(lines[0][1].grants) == {ranks[0].attached.arenas[0].id, ranks[0].attached.words_id}
             lease = await ranks[0].lease(prompt(5))
@@ -229,13 +233,7 @@ def test_release_waits_for_ranks_that_may_still_write() -> None:
 
     async def test() -> None:
         async with running() as (service, lifelines):
-            lines = [lifelines.connect() for _ in range(2)]
-            ranks = [
-                await Client.attach(
-                    service, Caller(lifeline_key=key), group="g", tp_size=2, tp_rank=rank, streamed=False
-                )
-                for rank, (key, _) in enumerate(lines)
-            ]
+            ranks, _ = await two_ranks(service, lifelines)
             tokens = prompt(5)
             (pool,) = service.pools
             for written in (5, 3):  # whole pages that the other rank has committed; the tail's slot does not count
