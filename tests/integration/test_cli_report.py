@@ -17,6 +17,7 @@ import pytest
 import hicache
 from hicache.cli import main, report, report_out
 from hicache.errors import ConfigError
+from hicache.testing.engine import FakeEngine, prompt, small_namespace
 from hicache.testing.sidecars import ServiceProcess, namespace_of
 
 SIZES = ("--device", "300", "--host", "600", "--requests", "100")
@@ -270,3 +271,27 @@ def test_interrupted_it_tells_what_it_has(
     assert found["sources"][0]["documents"]["analyze"]["requests"] == 40
     assert any("interrupted" in line for line in found["warnings"])
     assert "interrupted" in capsys.readouterr().err
+
+
+def test_an_access_log_tells_what_really_happened(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its counts are those of the cache that wrote it, by tier and reason; two of them stand side by side."""
+    random = np.random.default_rng(5)
+    with hicache.open(small_namespace(), device=24, host=40, access_log=tmp_path / "log") as cache:
+        engine = FakeEngine(cache)
+        for _ in range(40):
+            engine.run(prompt(int(random.integers(3)), 20) + prompt(100 + int(random.integers(8)), 30))
+        cache.flush()
+        pages = cache.statistics().pages
+    for found in (as_json(capsys, tmp_path / "log"), as_json(capsys, tmp_path / "log", tmp_path / "log")):
+        section = next(section for section in found["sections"] if section["key"] == "recorded")
+        rows = {row[0]: row[1:] for row in section["plots"][0]["table"]["rows"]}
+        assert int(rows["asked, the sum"][0]) == pages.asked
+        assert [int(rows[tier][0]) for tier in ("device", "host", "storage")] == [
+            pages.device,
+            pages.host,
+            pages.storage,
+        ]
+        assert {name: int(row[0]) for name, row in rows.items() if name.startswith("missed")} == {
+            f"missed: {reason}": count for reason, count in pages.missed.items()
+        }
+        assert found["answers"][0]["figures"][0] == f"{100 * (pages.device + pages.host) / pages.asked:.2f} %"

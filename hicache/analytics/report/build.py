@@ -69,7 +69,9 @@ def build(sources: Sequence[Source], *, token_bytes: int | None = None) -> Repor
         for source in sources
     ]
     if len(sources) > 1 and not read[0].keys() & read[1].keys():
-        words = [" and ".join(_WORDS[kind] for kind in _SECTIONS if kind in each) for each in read]
+        words = [
+            " and ".join(_words(source, kind) for kind in _SECTIONS if kind in source.documents) for source in sources
+        ]
         raise InvalidInput(
             f"{sources[0].name!r:.200} is {words[0]}, {sources[1].name!r:.200} is {words[1]}: give two alike, or one "
             "report for each"
@@ -90,7 +92,7 @@ def build(sources: Sequence[Source], *, token_bytes: int | None = None) -> Repor
     return Report(
         title="hicache report: " + " and ".join(_short(source.name) for source in sources),
         sources=tuple(
-            (source.name, ", ".join(_WORDS[kind] for kind in reversed(_SECTIONS) if kind in source.documents))
+            (source.name, ", ".join(_words(source, kind) for kind in reversed(_SECTIONS) if kind in source.documents))
             for source in sources
         ),
         answers=answers_of(read),
@@ -99,6 +101,12 @@ def build(sources: Sequence[Source], *, token_bytes: int | None = None) -> Repor
         documents=tuple({kind: dict(document) for kind, document in source.documents.items()} for source in sources),
         warnings=tuple(visible(line, 1000) for source in sources for line in source.warnings),
     )
+
+
+def _words(source: Source, kind: str) -> str:
+    """What a document is of."""
+    is_log = kind == "analyze" and source.documents[kind].get("recorded") is not None
+    return "an access log, analysed" if is_log else _WORDS[kind]
 
 
 def _compared(source: Source, kind: str) -> Mapping[str, Any]:

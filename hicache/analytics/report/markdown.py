@@ -12,7 +12,10 @@ from hicache.analytics.report.words import visible
 __all__ = ["to_markdown"]
 
 _LONG: Final = 100_000
-_SPECIAL: Final = re.compile(r"([\\`*_{}\[\]<>#|~:&!$])")
+_SPECIAL: Final = re.compile(
+    r"([\\`*{}\[\]<>#|~&$@]|:(?=//)|(?<=www)\.|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9]))", re.IGNORECASE
+)
+"""What means something in Markdown, and what makes a link of words."""
 
 
 def to_markdown(report: Report) -> str:
