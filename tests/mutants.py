@@ -55,7 +55,7 @@ MUTANTS = (
     core(
         "a write-back pins its source no more",
         "writeback.py",
-        "source = copies.pin(DEVICE, tree, device[:resident])",
+        "source = copies.pin(DEVICE, tree, device[:resident], None if pins is None else pins[DEVICE])",
         "source = copies.pin(DEVICE, tree, device[:0])",
     ),
     core(
@@ -74,10 +74,9 @@ MUTANTS = (
     core(
         "a quarantined slot is free at once",
         "copies.py",
-        "        loose = gone[table.pins[gone] == 0]\n        if len(loose):\n            table.reclaim(loose)\n"
-        "        registry.count_stubs(node)",
-        "        loose = gone\n        if len(loose):\n            table.reclaim(loose)\n"
-        "        registry.count_stubs(node)",
+        "                table.advance(taken[:pinned], RESIDENT, SlotEvent.DETACH)\n",
+        "                table.advance(taken[:pinned], RESIDENT, SlotEvent.DETACH)\n"
+        "                table.reclaim(taken[:pinned])\n",
     ),
     core(
         "a transfer ends with its I/O, not with the visibility of its pages",
@@ -161,8 +160,8 @@ MUTANTS = (
     core(
         "two puts of one page at once",
         "writeback.py",
-        "if not stored[host[page]] and identity.hash not in tree.putting",
-        "if not stored[host[page]]",
+        "if not stored[identity.depth - first] and identity.hash not in tree.putting",
+        "if not stored[identity.depth - first]",
     ),
     core(
         "more is planned than storage can take",
@@ -171,9 +170,33 @@ MUTANTS = (
         "return sys.maxsize",
     ),
     core(
+        "what slru protects stays protected",
+        "segments.py",
+        "        while self.pages > self.bound:\n",
+        "        while False:\n",
+    ),
+    core(
+        "what loses its protection is the next to go",
+        "segments.py",
+        "(False, max(stamp, demoted))",
+        "(False, stamp)",
+    ),
+    core(
+        "a commit counts as one more use for lfu",
+        "cache.py",
+        "self.registry.use(node, lease.priority, again=True)",
+        "self.registry.use(node, lease.priority)",
+    ),
+    core(
+        "time does not pass for lfu",
+        "registry.py",
+        "self.age += pages / self._pages_a_half_life",
+        "self.age += 0",
+    ),
+    core(
         "an unpin wakes nobody",
         "copies.py",
-        "        self.registry.candidates[tier].file(self.registry.node(int(owner)))\n",
+        "        self.registry.candidates[tier].file(self.registry.node(owner))\n",
         "",
     ),
     core(

@@ -279,7 +279,7 @@ class Core:
             self._hand_on(lease, fresh)
         path = self._copies.fill(top, tree, prompt, at, fresh, hits=1, extend_from=start, path=walked)
         for node, _ in path:
-            self.registry.use(node, lease.priority)
+            self.registry.use(node, lease.priority, again=True)
         if not at:
             self.registry.ghosts.met_first_page(tree.namespace, prompt.symbols[: prompt.width])
         self.log.hold(lease, top, _joined(held, fresh), upto)
@@ -297,7 +297,7 @@ class Core:
                     break
             if table.state[fresh[-1]] == RESIDENT:
                 self.log.end_settled()
-                self._writer.used(path)
+                self._writer.used(path, lease.pins)
                 return None
         pins = lease.pins[top]
         assert pins is not None
@@ -338,8 +338,8 @@ class Core:
         lease.closed = True
         self._leases.discard(lease)
         lease.counts = count(lease, self.registry.ghosts, aborted=aborted)
-        if len(lease.own):
-            table = self.registry.tables[self.registry.top]
+        table = self.registry.tables[self.registry.top]
+        if len(lease.own) and table.count(lease.own, PRIVATE):
             private = lease.own[table.state[lease.own] == PRIVATE]
             written = table.pins[private] > 0
             table.give_back(private[~written])
@@ -358,9 +358,8 @@ class Core:
         if not lease.match.device + lease.match.host and not lease.usable:
             return
         path = lease.tree.walk(lease.prompt, max(lease.usable, lease.match.device + lease.match.host))
-        for node, _ in path:
-            node.hits += 1
-        self._writer.used(path)
+        self.registry.hit(path)
+        self._writer.used(path, lease.pins)
 
     # ---- completions and upkeep
 
@@ -378,6 +377,7 @@ class Core:
                 self._writer.heal(node)
             else:
                 self._writer.filled(node)
+        self.registry.keep_shares()
         self._loader.forget_stubs()
 
     def flush(self) -> int:

@@ -85,6 +85,7 @@ class Taker:
             config=core.config,
             registry={
                 "tick": registry.tick,
+                "age": registry.age,
                 "stores": registry.stores,
                 "forgetting": registry.forgetting,
                 "evicted": registry.evicted,
@@ -136,6 +137,7 @@ class Taker:
             "filed": node.filed,
             "filed_dirty": node.filed_dirty,
             "touched": node.touched,
+            "demoted": node.demoted,
         }
 
     def _pin(self, pins: PinSet | None) -> int:
@@ -261,6 +263,7 @@ class Maker:
             setattr(node, name, row[name])
         node.id = row["id"]
         node.touched = row["touched"]
+        node.demoted = tuple(row["demoted"])
         node.slots = [_slots(slots) for slots in row["slots"]]
         node.resident, node.below = list(row["resident"]), list(row["below"])
         node.filed, node.filed_dirty = list(row["filed"]), list(row["filed_dirty"])
@@ -280,6 +283,9 @@ class Maker:
     def _fill_registry(self, row: dict[str, Any]) -> None:
         registry = self.core.registry
         registry.tick = row["tick"]
+        registry.age = row["age"]
+        for node in self._nodes.values():
+            registry.count_protected(node)
         registry.stores = row["stores"]
         registry.forgetting = None if row["forgetting"] is None else tuple(row["forgetting"])
         registry.evicted, registry.dropped_dirty = list(row["evicted"]), list(row["dropped_dirty"])

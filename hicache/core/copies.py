@@ -61,10 +61,7 @@ class Copies:
             base = None
         if len(slots):
             table = self.registry.tables[tier]
-            pins = table.pins[slots]
-            table.pins[slots] = pins + 1
-            # All sets are root-prefixes, so pins never rise along a chain: what nothing pinned before is its tail.
-            fresh = slots[np.count_nonzero(pins) :]
+            fresh = table.pin(slots)
             if len(fresh):
                 resident = table.count(fresh, RESIDENT)
                 table.pinned += resident
@@ -86,9 +83,7 @@ class Copies:
         if not len(slots):
             return
         table = self.registry.tables[tier]
-        left = table.pins[slots] - 1
-        table.pins[slots] = left
-        loose = slots[np.count_nonzero(left) :]  # a tail, as in `pin`
+        loose = table.unpin(slots)
         if not len(loose):
             return
         resident = table.count(loose, RESIDENT)
@@ -102,14 +97,14 @@ class Copies:
         table.pinned -= resident
         tree.pinned[tier] -= resident
         # Wake the owner of the deepest slot that is still attached: it may be a candidate now.
-        owner = table.owner[slots[-1]]
+        owner = int(table.owner[slots[-1]])
         if owner < 0:
             owners = table.owner[slots]
             attached = owners[owners >= 0]
             if not len(attached):
                 return
-            owner = attached[-1]
-        self.registry.candidates[tier].file(self.registry.node(int(owner)))
+            owner = int(attached[-1])
+        self.registry.candidates[tier].file(self.registry.node(owner))
 
     def _loosen_grave(self, tier: int, tree: HiRadixTree, pages: int) -> None:
         # A dead tree's `pinned` counts its unswept slots that are pinned, resident and filling alike.
@@ -200,7 +195,7 @@ class Copies:
         table = registry.tables[tier]
         pages = len(slots)
         table.advance(slots, FILLING, SlotEvent.PUBLISH)
-        pinned = int(np.count_nonzero(table.pins[slots]))
+        pinned = table.pinned_of(slots)
         table.pinned += pinned
         tree.pinned[tier] += pinned
         tree.filling[tier] -= pages
@@ -210,6 +205,8 @@ class Copies:
             self.tell_stored(Tier(tier), node, resident, resident + pages)
         if self._waits[tier]:
             self._settle(tier, slots)
+        if registry.protected is not None:
+            registry.protected[tier].count(node)
         registry.candidates[tier].file(node)
         if tier == HOST:
             registry.candidates[DEVICE].refile(node)  # it has become clean
@@ -221,6 +218,10 @@ class Copies:
 
         The trees are tidied only when the whole cut is done.
         """
+        if not node.below[tier]:
+            self._detach(tier, node, keep, reason)
+            node.tree.trim(node, reason)
+            return
         todo, cut = [(node, keep)], []
         while todo:
             here, left = todo.pop()
@@ -242,28 +243,31 @@ class Copies:
         resident = node.resident[tier]
         gone = held[keep:]
         lost = resident - keep
+        node.slots[tier] = held[:keep] if keep else NO_SLOTS
+        table.owner[gone] = -1
         if lost > 0:
             if registry.config.events:
                 self._tell_removed(Tier(tier), node, keep, resident, reason)
             taken = held[keep:resident]
-            pinned = int(np.count_nonzero(table.pins[taken]))
-            table.pinned -= pinned
-            tree.pinned[tier] -= pinned
-            table.advance(taken, RESIDENT, SlotEvent.DETACH)
+            pinned = table.pinned_of(taken)
+            if pinned:
+                table.pinned -= pinned
+                tree.pinned[tier] -= pinned
+                table.advance(taken[:pinned], RESIDENT, SlotEvent.DETACH)
+            if pinned < lost:
+                table.let_go(taken[pinned:])
             tree.resident[tier] -= lost
             node.resident[tier] = keep
-        unfilled = held[max(resident, keep) :]
-        if len(unfilled):
+        if resident < len(held):
+            unfilled = held[max(resident, keep) :]
             table.advance(unfilled, FILLING, SlotEvent.DETACH)
             tree.filling[tier] -= len(unfilled)
-        node.slots[tier] = held[:keep] if keep else NO_SLOTS
-        table.owner[gone] = -1
-        if self._waits[tier]:
-            self._settle(tier, gone)
-        loose = gone[table.pins[gone] == 0]
-        if len(loose):
-            table.reclaim(loose)
-        registry.count_stubs(node)
+            if self._waits[tier]:
+                self._settle(tier, unfilled)
+            loose = unfilled[table.pins[unfilled] == 0]
+            if len(loose):
+                table.reclaim(loose)
+        registry.recount(node)
         candidates = registry.candidates[tier]
         if keep:
             candidates.file(node)
@@ -278,6 +282,7 @@ class Copies:
         """Free up to `pages` slots, coldest leaf first, the clean before the dirty. Returns how many."""
         registry = self.registry
         table, candidates = registry.tables[tier], registry.candidates[tier]
+        registry.keep_shares()
         got = 0
         while got < pages:
             node = candidates.coldest(dirty=False, older_than=older_than)
@@ -287,12 +292,12 @@ class Copies:
                 break
             resident = node.resident[tier]
             slots = node.slots[tier]
-            keep = int(np.count_nonzero(table.pins[slots])) if table.pins[slots[0]] else 0
-            if candidates.is_dirty(node):
+            keep = table.pinned_of(slots)
+            if is_dirty := candidates.is_dirty(node):
                 # Only the dirty tail: what is in front of it is clean, and other clean pages may be colder.
-                keep = max(keep, node.believed if tier == HOST else max(node.resident[HOST], node.believed))
+                keep = max(keep, candidates.clean(node))
             taken = min(pages - got, resident - keep)
-            if candidates.is_dirty(node):
+            if is_dirty:
                 registry.dropped_dirty[tier] += taken
             registry.evicted[tier] += taken
             candidates.unfile(node)
@@ -308,6 +313,8 @@ class Copies:
         if slots is None or not transfer.tree.live:
             return False
         table = self.registry.tables[tier]
+        if not table.count(slots, FILLING):
+            return False
         hanging = slots[(table.state[slots] == FILLING) & (table.filler[slots] == transfer.id)]
         if not len(hanging):
             return False

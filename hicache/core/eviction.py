@@ -13,6 +13,7 @@ from math import log2
 from typing import TYPE_CHECKING, Any, Final
 
 from hicache.errors import ConfigError
+from hicache.records import Tier
 
 if TYPE_CHECKING:
     from hicache.core.node import Node
@@ -24,30 +25,32 @@ Policy = Callable[["Node"], Any]
 POLICIES: Final[dict[str, Policy]] = {
     "lru": lambda node: node.stamp,
     "lfu": lambda node: node.heat,
-    "slru": lambda node: (node.hits > 1, node.stamp),
+    "slru": lambda node: (node.hits > 1, node.stamp),  # of what storage alone has; tiers have segments of their own
     "priority": lambda node: (node.priority, node.stamp),
 }
 
 _SMALL_HEAP: Final = 64
+_HOST: Final = int(Tier.HOST)
 
-HALF_LIFE: Final = 4096.0
-"""Ticks (leases, roughly) after which a use counts half for `lfu`."""
+HALF_LIFE: Final = 0.5
+"""A use counts half for `lfu` when requests have taken so many pages since, as a share of the largest owned tier.
+
+Time must pass as fast as the tier's content changes: with a fixed one, small tiers keep what was popular long ago."""
 
 
-def heated(heat: float, tick: int) -> float:
-    """The frequency of a node after one more use at `tick`.
+def heated(heat: float, now: float) -> float:
+    """The frequency of a node after one more use, `now` half-lives after the begin.
 
-    It is the logarithm of the sum of 2^(t / HALF_LIFE) over its uses t: an exponentially forgetting frequency that
-    can be compared at any later time without being recomputed (the LRFU family: D. Lee and others, "LRFU: a spectrum
-    of policies", IEEE Transactions on Computers 50(12), 2001).
+    It is the logarithm of the sum of 2^t over its uses t: an exponentially forgetting frequency that can be compared
+    at any later time without being recomputed (the LRFU family: D. Lee and others, "LRFU: a spectrum of policies",
+    IEEE Transactions on Computers 50(12), 2001).
     """
-    now = tick / HALF_LIFE
     return now + log2(1.0 + 2.0 ** (heat - now))
 
 
-def first_heat(tick: int) -> float:
-    """The frequency of a node used once, at `tick`."""
-    return tick / HALF_LIFE
+def first_heat(now: float) -> float:
+    """The frequency of a node used once, `now` half-lives after the begin."""
+    return now
 
 
 def register_policy(name: str, policy: Policy) -> None:
@@ -85,14 +88,12 @@ class Candidates:
     ones, so a node is dirty because of its tail.
     """
 
-    __slots__ = ("_bounds", "_clean", "_heaps", "_number", "policy", "table", "tier")
+    __slots__ = ("_bounds", "_heaps", "_number", "policy", "table", "tier")
 
-    def __init__(self, table: SlotTable, policy: Policy, clean: Callable[[Node], int]) -> None:
-        """`clean(node)` says how many leading pages of a node have a copy below this tier."""
+    def __init__(self, table: SlotTable, policy: Policy) -> None:
         self.table = table
         self.tier = int(table.tier)
         self.policy = policy
-        self._clean = clean
         self._heaps: tuple[list[tuple[Any, int, Node]], list[tuple[Any, int, Node]]] = ([], [])
         self._bounds = [_SMALL_HEAP, _SMALL_HEAP]  # entries at which each heap is rid of stale ones
         self._number = 0
@@ -108,7 +109,13 @@ class Candidates:
 
     def is_dirty(self, node: Node) -> bool:
         """Whether its last resident page has no copy below."""
-        return node.resident[self.tier] > self._clean(node)
+        tier = self.tier
+        resident = node.resident[tier]
+        return resident > node.believed and (tier == _HOST or resident > node.resident[_HOST])
+
+    def clean(self, node: Node) -> int:
+        """How many leading pages of a node have a copy below this tier."""
+        return node.believed if self.tier == _HOST else max(node.resident[_HOST], node.believed)
 
     def file(self, node: Node) -> None:
         """Make it a candidate if it is one. Cheap, harmless when repeated."""

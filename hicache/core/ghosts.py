@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from hashlib import blake2b
+from itertools import repeat
 
 from hicache.records import MissReason
 
@@ -42,9 +43,9 @@ class Ghosts:
         """These pages are nowhere any more, since a tick of the core's clock. The oldest are forgotten first."""
         gone = self._gone
         entry = tick * len(_REASONS) + _NUMBERS[reason]
-        for page_hash in page_hashes:
-            key = (namespace, page_hash)
-            gone.pop(key, None)
+        for key in zip(repeat(namespace), page_hashes):
+            if key in gone:
+                gone.move_to_end(key)
             gone[key] = entry
         while len(gone) > self._limit:
             gone.popitem(last=False)
@@ -53,6 +54,11 @@ class Ghosts:
         """Why this page went, or None if nothing is known of it."""
         entry = self._gone.get((namespace, page_hash))
         return None if entry is None else _REASONS[entry % len(_REASONS)]
+
+    def reasons(self, namespace: bytes, page_hashes: list[bytes]) -> list[MissReason | None]:
+        """`reason` of each of several pages."""
+        entries = map(self._gone.get, zip(repeat(namespace), page_hashes))
+        return [None if entry is None else _REASONS[entry % len(_REASONS)] for entry in entries]
 
     def going(self, namespace: bytes, page_hash: bytes) -> tuple[MissReason, int] | None:
         """Why this page went, and at which tick; None if nothing is known of it."""

@@ -13,6 +13,7 @@ import numpy as np
 
 from hicache.core.registry import DEVICE, HOST, Registry
 from hicache.core.residency import SlotState, SlotTable
+from hicache.core.segments import is_protected
 from hicache.core.transfers import TransferKind
 from hicache.errors import HicacheInternalError
 
@@ -45,6 +46,7 @@ def check(copies: Copies, log: TransferLog, room: Room, trees: Iterable[HiRadixT
         _check_totals(registry, tier, live, nodes)
         _check_evictable(registry.tables[tier], tier, live)
         _check_waits(copies, log, tier)
+        _check_protected(registry, tier, nodes)
     _check_pins(registry, log, leases)
     _must(registry.stub_pages == sum(node.stubs for node in nodes), "stub pages are miscounted")
     for tree in live:
@@ -175,6 +177,15 @@ def _check_evictable(table: SlotTable, tier: int, trees: list[HiRadixTree]) -> N
                     evictable += not stop
             blocked[node.id] = stop
     _must(table.evictable == evictable, f"tier {tier}: {evictable} evictable, {table.evictable} counted")
+
+
+def _check_protected(registry: Registry, tier: int, nodes: list[Node]) -> None:
+    if registry.protected is None:
+        return
+    segment = registry.protected[tier]
+    found = {node: node.resident[tier] for node in nodes if node.resident[tier] and is_protected(node, tier)}
+    _must(segment.counted() == found, f"tier {tier}: other nodes are protected than counted")
+    _must(segment.pages == sum(found.values()), f"tier {tier}: protected pages are miscounted")
 
 
 def _check_waits(copies: Copies, log: TransferLog, tier: int) -> None:

@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from hicache.core.tree import HiRadixTree
 
 
+_NEVER = (0, 0)
+
+
 class Node:
     """A run of consecutive pages.
 
@@ -34,6 +37,7 @@ class Node:
         stamp: recency, in ticks of the core's own counter.
         hits: requests that used it, counted at their close.
         heat: frequency with forgetting (see `hicache.core.eviction`).
+        demoted: per owned tier, the tick at which it last lost its protection there (see `hicache.core.segments`).
         priority: the highest priority of a request that used it.
         filed: per owned tier, the number of its valid entry in the candidates' heap, 0 if none.
         filed_dirty: per owned tier, whether that entry is in the heap of dirty ones.
@@ -46,6 +50,7 @@ class Node:
         "believed",
         "below",
         "children",
+        "demoted",
         "filed",
         "filed_dirty",
         "first",
@@ -84,6 +89,7 @@ class Node:
         self.stamp = 0
         self.hits = 0
         self.heat = 0.0
+        self.demoted = _NEVER
         self.priority = 0
         self.touched = -inf
         self.filed = [0, 0]
@@ -93,8 +99,8 @@ class Node:
     @property
     def held(self) -> int:
         """Leading pages that an owned tier holds, filling or resident."""
-        slots = self.slots
-        return max(len(slots[0]), len(slots[1]))
+        device, host = self.slots
+        return max(len(device), len(host))
 
     def is_root(self) -> bool:
         """Whether it is the pageless root of its tree."""

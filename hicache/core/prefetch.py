@@ -131,9 +131,12 @@ class Loader:
         if not self._registry.config.host_pages and not tree.filling[DEVICE]:
             return lease.usable  # nothing to copy up, and nobody to wait for
         path = tree.walk(lease.prompt, lease.limit if upto is None else min(upto, lease.limit))
-        held, resident = tree.held(path, top)
+        resident = tree.resident_pages(path, top)
         if resident > lease.usable:
             self._log.hand_over(lease, top)
+        if not tree.filling[top] and (top == HOST or tree.resident_pages(path, HOST) <= resident):
+            return resident  # nobody to wait for, and nothing to copy up
+        held, _ = tree.held(path, top)
         self._log.join_fillers(lease, top, held[resident:])
         return len(held) if top == HOST else self._copy_up(lease, path, held)
 

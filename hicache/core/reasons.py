@@ -66,8 +66,8 @@ def _missed(lease: Lease, ghosts: Ghosts, got: int) -> dict[MissReason, int]:
     told = asked if lease.unanswered_at is None else min(max(known, lease.unanswered_at), asked)
     reasons = [otherwise] * (told - known) + [lease.unanswered] * (asked - told)
     if ghosts.remembers:
-        hashes = prompt.hashes(known, asked)
-        reasons = [ghosts.reason(namespace, h) or reason for h, reason in zip(hashes, reasons, strict=True)]
+        gone = ghosts.reasons(namespace, prompt.hashes(known, asked))
+        reasons = [reason or otherwise for reason, otherwise in zip(gone, reasons, strict=True)]
     missed.update(reasons)
     return dict(missed)
 

@@ -19,7 +19,7 @@ import xxhash
 from hicache.core.config import CoreConfig
 from hicache.errors import InvalidInput
 
-VERSION: Final = 2
+VERSION: Final = 3
 MAGIC: Final = "hicache flight recording"
 HEAD: Final = struct.Struct("<II")
 """What is in front of a value: its length and its checksum."""

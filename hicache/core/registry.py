@@ -6,16 +6,17 @@ import heapq
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-from hicache.core.eviction import Candidates, as_key, heated, policy_named
+from hicache.core.eviction import HALF_LIFE, Candidates, as_key, heated, policy_named
 from hicache.core.ghosts import Ghosts
 from hicache.core.residency import SlotTable, Words
+from hicache.core.segments import Protected, segmented
 from hicache.records import Tier
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from hicache.core.config import CoreConfig
-    from hicache.core.node import Node
+    from hicache.core.node import Node, Path
     from hicache.core.residency import Slots
     from hicache.core.tree import HiRadixTree
     from hicache.events import Event
@@ -35,6 +36,8 @@ class Registry:
         free_ids: ids to be given again, the last one first.
         ghosts: pages gone, and why.
         tick: the core's own clock: it counts uses, not time.
+        age: half-lives of a use for `lfu` that have passed.
+        protected: the protected segments of DEVICE and HOST for `slru`, else None.
         events: residency events since they were last taken.
         stub_pages: pages in all live trees that only STORAGE is believed to have.
         stores: whether STORAGE is attached now; never without `config.storage`.
@@ -48,8 +51,10 @@ class Registry:
 
     __slots__ = (
         "_keep_heat",
+        "_pages_a_half_life",
         "_stub_heap",
         "_stub_number",
+        "age",
         "candidates",
         "config",
         "dropped_dirty",
@@ -62,6 +67,7 @@ class Registry:
         "living",
         "nodes",
         "policy",
+        "protected",
         "stores",
         "stub_pages",
         "tables",
@@ -73,19 +79,31 @@ class Registry:
     def __init__(self, config: CoreConfig, words: Words | None = None) -> None:
         self.config = config
         self.policy = policy_named(config.eviction)
+        self.protected: tuple[Protected, Protected] | None = None
+        policies = (self.policy, self.policy)
+        if config.eviction == "slru":
+            policies = (segmented(DEVICE), segmented(HOST))
+            self.protected = (
+                Protected(DEVICE, config.device_pages, config.protected_share),
+                Protected(HOST, config.host_pages, config.protected_share),
+            )
         self.tables = (
             SlotTable(Tier.DEVICE, config.device_pages),
             SlotTable(Tier.HOST, config.host_pages, words),
         )
         self.top = HOST if config.device_pages == 0 else DEVICE
         self.candidates = (
-            Candidates(self.tables[DEVICE], self.policy, lambda node: max(node.resident[HOST], node.believed)),
-            Candidates(self.tables[HOST], self.policy, lambda node: node.believed),
+            Candidates(self.tables[DEVICE], policies[DEVICE]),
+            Candidates(self.tables[HOST], policies[HOST]),
         )
         self.nodes: list[Node | None] = []
         self.free_ids: list[int] = []
         self.ghosts = Ghosts(config.ghost_pages)
         self.tick = 0
+        self.age = 0.0
+        # A growing tier evicts nothing, so it forgets nothing.
+        largest = max(config.device_pages or 0, config.host_pages)
+        self._pages_a_half_life = inf if config.device_pages is None else max(1.0, HALF_LIFE * largest)
         self.events: list[Event] = []
         self.tokens: Callable[[Slots], bytes] | None = None
         self.stub_pages = 0
@@ -115,6 +133,7 @@ class Registry:
         node.alive = False
         self.living -= 1
         node.filed[DEVICE] = node.filed[HOST] = 0
+        self.count_protected(node)
         self.nodes[node.id] = None
         self.free_ids.append(node.id)
 
@@ -124,12 +143,44 @@ class Registry:
         assert node is not None
         return node
 
-    def use(self, node: Node, priority: int) -> None:
-        """A request uses the node now."""
-        if self._keep_heat and node.stamp != self.tick:
-            node.heat = heated(node.heat, self.tick)
+    def use(self, node: Node, priority: int, *, again: bool = False) -> None:
+        """A request uses the node now; `again`: it has begun to before, and counts once."""
+        if self._keep_heat and not again:
+            node.heat = heated(node.heat, self.age)
         node.stamp = self.tick
         node.priority = max(node.priority, priority)
+        if self.protected is not None:
+            self.count_protected(node)
+
+    def hit(self, path: Path) -> None:
+        """A request that has used these nodes ends."""
+        for node, _ in path:
+            node.hits += 1
+            self.count_protected(node)
+        self.keep_shares()
+
+    def grow_older(self, pages: int) -> None:
+        """Requests take so many pages of the top tier: time, as `lfu` counts it."""
+        self.age += pages / self._pages_a_half_life
+
+    def recount(self, node: Node) -> None:
+        """Bring the counts up to date after the node's pages, beliefs or place have changed."""
+        self.count_stubs(node)
+        self.count_protected(node)
+
+    # ---- pages that are protected
+
+    def count_protected(self, node: Node) -> None:
+        """Bring what `slru` counts up to date after the node's uses or pages have changed."""
+        if self.protected is not None:
+            for segment in self.protected:
+                segment.count(node)
+
+    def keep_shares(self) -> None:
+        """Send back to probation what is protected beyond its share. The tree keeps its form."""
+        if self.protected is not None:
+            for segment, candidates in zip(self.protected, self.candidates, strict=True):
+                segment.shrink(candidates, self.tick)
 
     def file(self, node: Node) -> None:
         """Make it a candidate in both owned tiers, where it is one."""
@@ -140,7 +191,7 @@ class Registry:
 
     def count_stubs(self, node: Node) -> None:
         """Bring `node.stubs` and the total up to date after its beliefs or slots have changed."""
-        if not self.config.storage or not node.tree.live:
+        if not (node.believed or node.stubs) or not node.tree.live:
             return
         stubs = max(0, node.believed - node.held) if node.alive else 0
         if stubs != node.stubs:

@@ -32,6 +32,7 @@ Words = NDArray[np.uint64]
 
 NO_SLOTS: Final[Slots] = np.empty(0, np.int64)
 NO_SLOTS.setflags(write=False)
+_ONE: Final = np.array(1, np.int32)  # arithmetic with an array is twice as fast as with a number
 
 
 class SlotState(IntEnum):
@@ -51,11 +52,14 @@ FREE, PRIVATE, FILLING, RESIDENT, QUARANTINED = (int(state) for state in SlotSta
 class SlotEvent(Enum):
     """What happens to a slot."""
 
+    __hash__ = object.__hash__  # members are unique; the enum's own hash is a call of Python code in every event
+
     ALLOCATE = "allocate"  # a request or a transfer takes it
     GIVE_BACK = "give back"  # its request ends without having committed it
     RESERVE = "reserve"  # it is attached to a node, its bytes are on the way
     PUBLISH = "publish"  # complete, verified, and its parent is resident
     DETACH = "detach"  # evicted, withdrawn, failed, cancelled, cleared; or private, and its writer has not ended
+    LET_GO = "let go"  # the same where nothing pins it
     RECLAIM = "reclaim"  # nothing pins it any more
 
 
@@ -67,6 +71,7 @@ TRANSITIONS: Final[dict[tuple[SlotState, SlotEvent], SlotState]] = {
     (SlotState.FILLING, SlotEvent.PUBLISH): SlotState.RESIDENT,
     (SlotState.FILLING, SlotEvent.DETACH): SlotState.QUARANTINED,
     (SlotState.RESIDENT, SlotEvent.DETACH): SlotState.QUARANTINED,
+    (SlotState.RESIDENT, SlotEvent.LET_GO): SlotState.FREE,
     (SlotState.QUARANTINED, SlotEvent.RECLAIM): SlotState.FREE,
 }
 
@@ -144,6 +149,29 @@ class SlotTable:
         """RESIDENT slots that nothing pins. Exact, because what a tier holds is closed under prefixes."""
         return self.counts[RESIDENT] - self.pinned
 
+    def pin(self, slots: Slots) -> Slots:
+        """Pin a part of a chain once more. Returns those of the slots that nothing pinned before.
+
+        All pin sets are root-prefixes, so pins never rise along a chain: it is a tail.
+        """
+        pins = self.pins[slots]
+        self.pins[slots] = np.add(pins, _ONE)
+        return _unpinned_tail(slots, pins)
+
+    def unpin(self, slots: Slots) -> Slots:
+        """Take one pin from each slot of a part of a chain. Returns those that nothing pins any more, a tail."""
+        pins = self.pins[slots]
+        np.subtract(pins, _ONE, pins)
+        self.pins[slots] = pins
+        return _unpinned_tail(slots, pins)
+
+    def pinned_of(self, slots: Slots) -> int:
+        """How many slots of a part of a chain are pinned: leading ones."""
+        pins = self.pins[slots]
+        if pins[-1]:
+            return len(slots)
+        return int(np.count_nonzero(pins)) if pins[0] else 0
+
     def advance(self, slots: Slots, source: int, event: SlotEvent) -> None:
         """Move all `slots` from `source` by `event`. The only code that writes states of attached slots.
 
@@ -155,14 +183,14 @@ class SlotTable:
         if after is None:
             raise ResidencyError(f"{self.tier.name}: no transition from {SlotState(source).name} by {event.value!r}")
         state = self.state
-        if self.count(slots, before) != len(slots):
+        moved = len(slots)
+        if state[slots].tobytes() != _UNIFORM[before][:moved] and self.count(slots, before) != moved:
             wrong = slots[state[slots] != before][:5]
             raise ResidencyError(
                 f"{self.tier.name}: {event.value!r} needs {SlotState(source).name} slots, but slot "
                 + ", ".join(f"{s} is {SlotState(int(state[s])).name}" for s in wrong.tolist())
             )
         state[slots] = after
-        moved = len(slots)
         self.counts[before] -= moved
         self.counts[after] += moved
 
@@ -182,7 +210,8 @@ class SlotTable:
             left = self.counts[FREE] - pages
         if left < 0:
             raise ResidencyError(f"{self.tier.name}: {pages} slots taken, {self.counts[FREE]} free")
-        slots = np.sort(self.free[left : left + pages])  # pages that lie side by side are copied in one piece
+        slots = self.free[left : left + pages].copy()
+        slots.sort()  # pages that lie side by side are copied in one piece
         self.advance(slots, FREE, SlotEvent.ALLOCATE)
         if self.words is not None:
             self.words[slots] += 1
@@ -196,8 +225,15 @@ class SlotTable:
 
     def reclaim(self, slots: Slots) -> None:
         """Free QUARANTINED slots that nothing pins."""
+        self._free(slots, QUARANTINED, SlotEvent.RECLAIM)
+
+    def let_go(self, slots: Slots) -> None:
+        """Free RESIDENT slots that nothing pins."""
+        self._free(slots, RESIDENT, SlotEvent.LET_GO)
+
+    def _free(self, slots: Slots, source: int, event: SlotEvent) -> None:
         top = self.counts[FREE]
-        self.advance(slots, QUARANTINED, SlotEvent.RECLAIM)
+        self.advance(slots, source, event)
         self.free[top : top + len(slots)] = slots
         self.verified[slots] = False
         self.stored[slots] = False
@@ -241,3 +277,9 @@ class SlotTable:
         self.free = np.concatenate((self.free[:free], fresh, np.zeros(old - free, np.int64)))
         self.capacity = old + extra
         self.counts[FREE] += extra
+
+
+def _unpinned_tail(slots: Slots, pins: NDArray[np.int32]) -> Slots:
+    if pins[-1]:
+        return NO_SLOTS
+    return slots[np.count_nonzero(pins) :] if pins[0] else slots

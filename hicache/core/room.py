@@ -70,6 +70,8 @@ class Room:
         merged afterwards, unless they are pinned, and even then they may have been merged.
         """
         table = self._registry.tables[tier]
+        if tier == self._registry.top:
+            self._registry.grow_older(pages)
         free = table.counts[FREE]
         if free < pages and not table.growing:
             while self.graves and table.counts[FREE] < pages:
@@ -85,6 +87,8 @@ class Room:
             table = self._registry.tables[tier]
             table.bury(filling=tree.filling[tier], resident=tree.resident[tier], pinned=tree.pinned[tier])
             tree.pinned[tier] += tree.filling[tier]  # every FILLING page is pinned
+            if self._registry.protected is not None:
+                self._registry.protected[tier].forget(tree)
         self.graves.append(Grave(tree, self._registry.config.ghost_pages))
 
     def sweep(self, pages: int) -> int:

@@ -11,7 +11,7 @@ import numpy as np
 
 from hicache.core.copies import Copies
 from hicache.core.registry import HOST
-from hicache.core.residency import FILLING, NO_SLOTS, Slots
+from hicache.core.residency import FILLING, NO_SLOTS, Slots, SlotTable
 from hicache.core.transfers import Lease, PinSet, Transfer, TransferKind
 from hicache.errors import HicacheInternalError
 from hicache.records import MissReason, PageResult, Tier
@@ -125,7 +125,7 @@ class TransferLog:
         if len(results) != transfer.count:
             raise HicacheInternalError(f"{transfer}: {len(results)} results for {transfer.count} pages")
         transfer.completed = True
-        good = sum(result == PageResult.OK for result in results)
+        good = results.count(PageResult.OK)
         self.pages[transfer.kind, True] += good
         self.pages[transfer.kind, False] += transfer.count - good
         filled: list[Node] = []
@@ -149,9 +149,10 @@ class TransferLog:
         table = self.copies.registry.tables[HOST]
         slots = transfer.source_slots
         assert slots is not None
-        good = np.fromiter((result == PageResult.OK for result in results), np.bool_, transfer.count)
+        if results.count(PageResult.OK) < transfer.count:
+            slots = slots[np.fromiter((result == PageResult.OK for result in results), np.bool_, transfer.count)]
         # A page may have been taken away meanwhile: the object is stored all the same, but there is no slot to say so.
-        table.stored[slots[good & (table.owner[slots] >= 0)]] = True
+        table.stored[_attached(table, slots)] = True
         for node in self._owners(HOST, slots):
             self.copies.raise_belief(node)
 
@@ -182,10 +183,11 @@ class TransferLog:
         table = copies.registry.tables[tier]
         slots = transfer.target_slots
         assert slots is not None
-        bad = next((i for i, result in enumerate(results) if result != PageResult.OK), transfer.count)
+        bad = transfer.count
+        if results.count(PageResult.OK) < bad:
+            bad = next(i for i, result in enumerate(results) if result != PageResult.OK)
         good = slots[:bad]
-        attached = good[table.owner[good] >= 0]
-        table.verified[attached] = True
+        table.verified[_attached(table, good)] = True
         if bad < transfer.count:
             # What a store has evicted by itself has been evicted; the rest has failed.
             reason = MissReason.EVICTED if results[bad] == PageResult.SOURCE_GONE else MissReason.FAILED
@@ -197,7 +199,7 @@ class TransferLog:
             self._cut_at(tier, int(slots[bad]), reason)
         fetched = transfer.kind is TransferKind.FETCH and not transfer.orphaned
         if fetched:
-            table.stored[good[table.owner[good] >= 0]] = True
+            table.stored[_attached(table, good)] = True
         filled = []
         for node in self._owners(tier, good):
             if not node.alive:
@@ -233,6 +235,10 @@ class TransferLog:
         """The nodes that attached slots belong to, in chain order."""
         registry = self.copies.registry
         owners = registry.tables[tier].owner[slots]
+        if not len(owners):
+            return []
+        if owners[0] == owners[-1] >= 0:
+            return [registry.node(int(owners[0]))]  # what is between two pages of a node is of it, too
         owners = owners[owners >= 0]
         if not len(owners):
             return []
@@ -350,3 +356,9 @@ class TransferLog:
         if len(slots):
             self._cut_at(tier, int(slots[0]), MissReason.LATE)
         self.end_settled()
+
+
+def _attached(table: SlotTable, slots: Slots) -> Slots:
+    """Those of a transfer's slots that are still attached; usually all, as the last one tells: cuts take tails."""
+    owners = table.owner[slots]
+    return slots if not len(slots) or owners[-1] >= 0 else slots[owners >= 0]

@@ -18,7 +18,13 @@ if TYPE_CHECKING:
 
 
 class TransferKind(Enum):
-    """What a transfer moves. The value is (source tier, target tier)."""
+    """What a transfer moves. The value is (source tier, target tier).
+
+    Attributes:
+        source: where bytes are read.
+        target: where they are written.
+        is_engines: whether an engine moves them, so that there is nothing to execute.
+    """
 
     WRITE = (None, Tier.DEVICE)  # the engine's own computation of committed pages
     HOST_WRITE = (None, Tier.HOST)  # the same, where HOST is the top tier
@@ -28,22 +34,12 @@ class TransferKind(Enum):
     PUT = (Tier.HOST, Tier.STORAGE)
     TOUCH = (Tier.STORAGE, Tier.STORAGE)  # no bytes: tells storage that pages hot above are in use
 
-    @property
-    def source(self) -> Tier | None:
-        """Where bytes are read."""
-        source: Tier | None = self.value[0]
-        return source
+    __hash__ = object.__hash__  # members are unique; the enum's own hash is a call of Python code in every look-up
 
-    @property
-    def target(self) -> Tier:
-        """Where bytes are written."""
-        target: Tier = self.value[1]
-        return target
-
-    @property
-    def is_engines(self) -> bool:
-        """Whether an engine moves the bytes, so that there is nothing to execute."""
-        return self.value[0] is None
+    def __init__(self, source: Tier | None, target: Tier) -> None:
+        self.source = source
+        self.target = target
+        self.is_engines = source is None
 
 
 class PinSet:

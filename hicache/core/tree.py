@@ -16,6 +16,7 @@ import numpy as np
 
 from hicache.core.eviction import first_heat
 from hicache.core.node import Node, Path
+from hicache.core.prompt import SymbolsAreHashes, cut
 from hicache.core.registry import DEVICE, HOST, Registry
 from hicache.core.residency import NO_SLOTS, Slots
 from hicache.records import MissReason
@@ -34,6 +35,7 @@ class HiRadixTree:
         generation: the life of the namespace's content that this tree is.
         width: bytes of a page symbol.
         hasher: chains page hashes from symbols.
+        named: whether the symbols are the hashes, so that nodes need no others.
         root: a node without pages.
         live: False once the namespace was cleared: nothing is published here any more.
         resident, filling, pinned: pages per owned tier, for O(1) clears.
@@ -46,6 +48,7 @@ class HiRadixTree:
         "generation",
         "hasher",
         "live",
+        "named",
         "namespace",
         "pinned",
         "putting",
@@ -63,6 +66,7 @@ class HiRadixTree:
         self.generation = generation
         self.width = width
         self.hasher = hasher
+        self.named = type(hasher) is SymbolsAreHashes
         self.span_pages = max(1, registry.config.span_bytes // width)
         self.live = True
         self.resident = [0, 0]
@@ -131,10 +135,9 @@ class HiRadixTree:
                 here = node.resident[tier]
                 visible = here >= pages
                 resident += min(here, pages)
-            if len(slots) >= pages:
-                parts.append(slots[:pages] if len(slots) > pages else slots)
-            else:
-                parts.append(slots)
+            have = len(slots)
+            parts.append(slots[:pages] if have > pages else slots)
+            if have < pages:
                 break
         if len(parts) == 1:
             return parts[0], resident
@@ -166,10 +169,11 @@ class HiRadixTree:
     def hashes(self, node: Node, first: int, end: int) -> list[bytes]:
         """Hashes of a node's pages `first` to `end - 1`, computed as far as they are not known yet."""
         size = self.hasher.size
+        if self.named:
+            return cut(node.span[first * size : end * size], size)
         if end * size > len(node.hashes):
             self._hash_down(node, end)
-        known = node.hashes
-        return [known[i * size : (i + 1) * size] for i in range(first, end)]
+        return cut(node.hashes[first * size : end * size], size)
 
     def _hash_down(self, node: Node, end: int) -> None:
         size = self.hasher.size
@@ -227,7 +231,7 @@ class HiRadixTree:
             pages = min(end - at, self.span_pages)
             child = Node(self, node, prompt.symbols[at * width : (at + pages) * width], pages, at)
             child.stamp = self.registry.tick
-            child.heat = first_heat(child.stamp)
+            child.heat = first_heat(self.registry.age)
             child.hits = hits
             self.registry.enter(child)
             node.children[child.span[:width]] = child
@@ -262,7 +266,7 @@ class HiRadixTree:
         for child in rest.children.values():
             child.parent = rest
         rest.stamp, rest.hits, rest.heat, rest.priority = node.stamp, node.hits, node.heat, node.priority
-        rest.touched = node.touched
+        rest.touched, rest.demoted = node.touched, node.demoted
         node.span, node.hashes, node.pages = node.span[: pages * width], node.hashes[: pages * size], pages
         rest.believed, node.believed = max(0, node.believed - pages), min(node.believed, pages)
         for tier in _TIERS:
@@ -275,8 +279,8 @@ class HiRadixTree:
                 registry.tables[tier].owner[rest.slots[tier]] = rest.id
                 node.below[tier] = 1
             registry.candidates[tier].unfile(node)
-        registry.count_stubs(node)
-        registry.count_stubs(rest)
+        registry.recount(node)
+        registry.recount(rest)
         registry.file(node)
         registry.file(rest)
 
@@ -285,7 +289,7 @@ class HiRadixTree:
         if node.parent is None or not node.alive or len(node.children) != 1:
             return False
         (child,) = node.children.values()
-        alike = (child.stamp, child.priority) == (node.stamp, node.priority) and (
+        alike = (child.stamp, child.priority, child.demoted) == (node.stamp, node.priority, node.demoted) and (
             child.hits == node.hits or min(child.hits, node.hits) >= self.registry.hits_that_matter
         )
         if not alike or node.pages + child.pages > self.span_pages:
@@ -311,7 +315,7 @@ class HiRadixTree:
         for grandchild in node.children.values():
             grandchild.parent = node
         self._leave(child)
-        registry.count_stubs(node)
+        registry.recount(node)
         registry.file(node)
         return True
 

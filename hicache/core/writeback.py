@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hicache.core.prompt import PageIdentity, Prompt
+from hicache.core.prompt import PageIdentity, Prompt, cut
 from hicache.core.registry import DEVICE, HOST, Registry
 from hicache.core.residency import FREE, Slots
 from hicache.core.room import Room
@@ -24,6 +24,7 @@ from hicache.core.transfers import TransferKind
 
 if TYPE_CHECKING:
     from hicache.core.node import Node, Path
+    from hicache.core.transfers import PinSet
     from hicache.core.tree import HiRadixTree
 
 _MOST_LOOKED_AT = 64
@@ -44,16 +45,19 @@ class Writer:
 
     # ---- by use
 
-    def used(self, path: Path) -> None:
-        """Pages along the path were committed or used: write down what the policies ask for."""
+    def used(self, path: Path, pins: list[PinSet | None] | None = None) -> None:
+        """Pages along the path were committed or used: write down what the policies ask for.
+
+        `pins`: per owned tier, sets of whoever used them, which the writes may continue instead of pinning anew.
+        """
         config = self._registry.config
         if not config.host_pages or not path:
             return
         # Puts first: making room for a write-back may change the nodes of the path.
         if self._registry.stores and config.host_to_storage.hits is not None:
-            self.put(_used_at_least(path, config.host_to_storage.hits))
+            self.put(_used_at_least(path, config.host_to_storage.hits), pins=pins)
         if config.device_to_host.hits is not None:
-            self.back_up(_used_at_least(path, config.device_to_host.hits))
+            self.back_up(_used_at_least(path, config.device_to_host.hits), pins=pins)
 
     def filled(self, node: Node) -> None:
         """A transfer has filled pages of the node."""
@@ -62,13 +66,14 @@ class Writer:
 
     # ---- DEVICE to HOST
 
-    def back_up(self, path: Path) -> int:
+    def back_up(self, path: Path, *, pins: list[PinSet | None] | None = None) -> int:
         """Write what DEVICE has along the path and HOST has not. Returns the pages begun."""
         if not path or not self._registry.config.host_pages:
             return 0
-        tree = path[0][0].tree
-        if not tree.resident[DEVICE]:
-            return 0
+        last_node, pages = path[-1]
+        tree = last_node.tree
+        if len(last_node.slots[HOST]) >= pages or not tree.resident[DEVICE]:
+            return 0  # what HOST has is closed under prefixes
         device, resident = tree.held(path, DEVICE)
         host, _ = tree.held(path, HOST)
         at = len(host)
@@ -76,9 +81,11 @@ class Writer:
             return 0
         copies = self._copies
         last = device[resident - 1]
-        source = copies.pin(DEVICE, tree, device[:resident])
-        target = copies.pin(HOST, tree, host)
-        slots = self._room.take(HOST, resident - at, older_than=self._registry.policy(self._owner(DEVICE, last)))
+        source = copies.pin(DEVICE, tree, device[:resident], None if pins is None else pins[DEVICE])
+        target = copies.pin(HOST, tree, host, None if pins is None else pins[HOST])
+        slots = self._room.take(
+            HOST, resident - at, older_than=self._registry.candidates[HOST].policy(self._owner(DEVICE, last))
+        )
         if not len(slots):
             copies.drop(source)
             copies.drop(target)
@@ -100,12 +107,13 @@ class Writer:
 
     # ---- HOST to STORAGE
 
-    def put(self, path: Path, *, bounded: bool = True) -> int:
+    def put(self, path: Path, *, bounded: bool = True, pins: list[PinSet | None] | None = None) -> int:
         """Put what HOST has along the path and STORAGE is not believed to have. Returns the pages begun.
 
         Args:
             path: from the root on.
             bounded: begin no more than `write_pages` leaves room for.
+            pins: as in `used`.
         """
         if not path or not self._registry.stores:
             return 0
@@ -118,38 +126,42 @@ class Writer:
         if room <= 0:
             return 0
         host, _ = tree.held(path, HOST)
-        stored = self._registry.tables[HOST].stored
-        missing = (
-            (page, identity)
-            for page, identity in self._identities(tree, path, believed, resident)
-            if not stored[host[page]] and identity.hash not in tree.putting
-        )
-        begun = 0
-        wanted = islice(missing, room)
-        while batch := list(islice(wanted, self._registry.config.fetch_pages)):
-            begun += self._begin_put(tree, host, batch)
-        return begun
+        missing = list(islice(self._missing(tree, path, host, believed, resident), room))
+        most = self._registry.config.fetch_pages
+        tip = None if pins is None else pins[HOST]
+        for first in range(0, len(missing), most):
+            tip = self._begin_put(tree, host, missing[first : first + most], tip)
+        return len(missing)
+
+    def _missing(self, tree: HiRadixTree, path: Path, host: Slots, first: int, end: int) -> Iterator[PageIdentity]:
+        """Of the pages from index `first` to `end - 1` those that are neither stored nor on their way."""
+        stored = self._registry.tables[HOST].stored[host[first:end]].tobytes()
+        for identity in self._identities(tree, path, first, end):
+            if not stored[identity.depth - first] and identity.hash not in tree.putting:
+                yield identity
 
     def _room_to_write(self) -> int:
         most = self._registry.config.write_pages
         return sys.maxsize if most is None else most - self._log.writing
 
-    def _begin_put(self, tree: HiRadixTree, host: Slots, batch: list[tuple[int, PageIdentity]]) -> int:
-        pages = np.array([page for page, _ in batch], np.int64)
-        identities = tuple(identity for _, identity in batch)
-        tree.putting.update(identity.hash for identity in identities)
+    def _begin_put(self, tree: HiRadixTree, host: Slots, batch: list[PageIdentity], tip: PinSet | None) -> PinSet:
+        """One transfer. Returns its pin set, which the next one may continue."""
+        first, end = batch[0].depth, batch[-1].depth + 1
+        whole = end - first == len(batch)
+        tree.putting.update([identity.hash for identity in batch])
+        pins = self._copies.pin(HOST, tree, host[:end], tip)
         self._log.begin(
             TransferKind.PUT,
             tree,
-            first=int(pages[0]),
-            source_slots=host[pages],
-            pages=identities,
-            pins=[self._copies.pin(HOST, tree, host[: pages[-1] + 1])],
+            first=first,
+            source_slots=host[first:end] if whole else host[[identity.depth for identity in batch]],
+            pages=tuple(batch),
+            pins=[pins],
         )
-        return len(batch)
+        return pins
 
     @staticmethod
-    def _identities(tree: HiRadixTree, path: Path, first: int, end: int) -> Iterator[tuple[int, PageIdentity]]:
+    def _identities(tree: HiRadixTree, path: Path, first: int, end: int) -> Iterator[PageIdentity]:
         width = tree.width
         for node, pages in path:
             start = max(first - node.first, 0)
@@ -157,10 +169,10 @@ class Writer:
             if start >= stop:
                 continue
             parent = tree.hashes(node, start - 1, start)[0] if start else tree.hash_before(node)
-            for i, page_hash in enumerate(tree.hashes(node, start, stop), start):
-                symbol = node.span[i * width : (i + 1) * width]
-                yield node.first + i, PageIdentity(page_hash, parent, node.first + i, symbol)
-                parent = page_hash
+            hashes = tree.hashes(node, start, stop)
+            depths = range(node.first + start, node.first + stop)
+            symbols = cut(node.span[start * width : stop * width], width)
+            yield from map(PageIdentity, hashes, [parent, *hashes[:-1]], depths, symbols)
 
     # ---- against eviction in storage
 

@@ -124,7 +124,7 @@ def _left(parts: Parts, end: float) -> float:
 def _batch(parts: Parts) -> int:
     """Pages under way at once, so few that no queue turns them away."""
     page_bytes = max(parts.pools.page_bytes, 1)
-    bounds = (parts.options.copy_bound, parts.options.write_bound)
+    bounds = (parts.options.copies(page_bytes), parts.options.write_bound)
     sizes = [min(bound.bytes // page_bytes, bound.requests) for bound in bounds]
     return max(1, min(LIMIT, *sizes))
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from hicache.core.config import WRITE_POLICIES, EdgePolicy
+from hicache.core.config import PROTECTED_SHARE, WRITE_POLICIES, EdgePolicy
 from hicache.core.eviction import POLICIES
 from hicache.errors import ConfigError
 from hicache.runtime.accesslog.settings import AccessLog
@@ -24,6 +24,7 @@ PREFETCH_MODES: Final = ("best_effort", "timeout", "wait_complete")
 # Copies and reads take no memory of their own, their slots do; writes waiting hold host pages that others may want.
 _LARGE: Final = Bound(bytes=2**30, requests=4096)
 _SMALL: Final = Bound(bytes=2**28, requests=1024)
+_COPIED_PAGES: Final = 256
 
 _TOUCH_SECONDS: Final = 60.0
 _NEVER: Final = 1e9  # seconds: calls that hang are the threads' affair; a breaker would stop others because of them
@@ -62,6 +63,7 @@ class Options:
     Attributes:
         eviction: `lru`, `lfu`, `slru`, `priority`, or a name given to `hicache.register_policy`. A priority never wears
             off: pages once used at a high one go after all pages of lower ones.
+        protected_share: share of a tier's pages that `slru` protects at most, as they were used more than once.
         device_to_host, host_to_storage: write policies of the two edges.
         prefetch: `best_effort` takes what is in host memory when `load` is called; `timeout` waits for storage as
             `prefetch_timeout` says; `wait_complete` waits as long as the request's own deadline allows.
@@ -86,7 +88,8 @@ class Options:
         attachable: whether a storage may be attached later where none is given at opening.
         canary: whether opening stores, finds and loads one small object, in the background, to see that storage works.
         copy_threads, read_threads, write_threads: threads for copies, storage reads and storage writes.
-        copy_bound, read_bound, write_bound: what may be under way in the three queues.
+        copy_bound, read_bound, write_bound: what may be under way in the three queues. Copies to host memory beyond
+            theirs are not made, which statistics count as `copy_queue_full`; None is 1 GiB, and at least 256 pages.
         fetch_bytes: about the bytes of one transfer from storage; a deadline keeps whole transfers that came.
         reserve: share of a tier's pages kept free or clean where a policy writes on eviction.
         stub_pages: pages known only to be in storage that are remembered.
@@ -98,6 +101,7 @@ class Options:
     """
 
     eviction: str = "lru"
+    protected_share: float = PROTECTED_SHARE
     device_to_host: EdgePolicy = field(default_factory=EdgePolicy)
     host_to_storage: EdgePolicy = field(default_factory=EdgePolicy)
     prefetch: str = "timeout"
@@ -120,7 +124,7 @@ class Options:
     copy_threads: int = 2
     read_threads: int = 4
     write_threads: int = 2
-    copy_bound: Bound = _LARGE
+    copy_bound: Bound | None = None
     read_bound: Bound = _LARGE
     write_bound: Bound = _SMALL
     fetch_bytes: int = 2**23
@@ -142,8 +146,8 @@ class Options:
             self._set(name, whole(name, getattr(self, name), least=0))
         for name in ("extras", "events", "attachable", "canary", "background"):
             flag(name, getattr(self, name))
-        if isinstance(self.reserve, bool) or not isinstance(self.reserve, numbers.Real) or not 0 <= self.reserve <= 1:
-            raise ConfigError(f"reserve={self.reserve!r:.60} is not a share between 0 and 1")
+        for name in ("reserve", "protected_share"):
+            _check_share(name, getattr(self, name))
         self._check_times()
         self._check_kinds()
 
@@ -162,6 +166,8 @@ class Options:
     def _check_kinds(self) -> None:
         for name in ("copy_bound", "read_bound", "write_bound"):
             bound = getattr(self, name)
+            if bound is None and name == "copy_bound":
+                continue
             if not isinstance(bound, Bound):
                 raise ConfigError(f"{name}={bound!r:.60} is no hicache.Bound: give hicache.Bound(bytes, requests)")
             whole(f"{name}.bytes", bound.bytes, least=1)
@@ -186,6 +192,15 @@ class Options:
     def fetch_pages(self, page_bytes: int) -> int:
         """Pages of one transfer from storage."""
         return max(1, min(32, self.fetch_bytes // max(page_bytes, 1)))
+
+    def copies(self, page_bytes: int) -> Bound:
+        """What may be on its way to host memory: by default as many bytes as that takes in a moment.
+
+        But some long prompts at least: one of 512-token pages has gigabytes, and copies take no memory of their own.
+        """
+        if self.copy_bound is not None:
+            return self.copy_bound
+        return Bound(bytes=max(_LARGE.bytes, _COPIED_PAGES * page_bytes), requests=_LARGE.requests)
 
     def write_pages(self, page_bytes: int) -> int:
         """Pages that may be on their way to storage: what its queue takes, and a transfer more, so that it is full."""
@@ -259,6 +274,11 @@ def _edge(given: object) -> EdgePolicy:
 def _check_choice(name: str, value: object, known: Collection[str], *, more: str = "") -> None:
     if not isinstance(value, str) or value not in known:
         raise ConfigError(f"{name}={value!r:.60} is not one of {', '.join(sorted(known))}{more}")
+
+
+def _check_share(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 <= float(value) <= 1:
+        raise ConfigError(f"{name}={value!r:.60} is not a share between 0 and 1")
 
 
 def _above_zero(name: str, value: object) -> float:

@@ -103,8 +103,7 @@ class Reducer:
         while inbox or actions:
             if inbox:
                 while inbox:
-                    call, args = inbox.popleft()
-                    self._guarded(call, args)
+                    self._guarded(*inbox.popleft())
                 if flushes and self._progress():
                     # Once: what a full queue turns away has ended at once, and would be planned again without end.
                     flushes = False

@@ -65,6 +65,7 @@ def _core_config(options: Options, pools: Pools, port: StoragePort | None) -> Co
         host_pages=pools.host.slots if pools.host is not None else 0,
         storage=port is not None,
         eviction=options.eviction,
+        protected_share=options.protected_share,
         device_to_host=options.device_to_host,
         host_to_storage=options.host_to_storage,
         fetch_pages=options.fetch_pages(pools.page_bytes),
@@ -190,7 +191,7 @@ def _execution(
         copies=pools.copies,
         storage=storage,
         page_bytes=pools.page_bytes,
-        copy_bound=options.copy_bound,
+        copy_bound=options.copies(pools.page_bytes),
     )
     executor.planner = planner = Planner(
         page_size=page_size,

@@ -230,7 +230,7 @@ def test_another_version_is_one_line(
     path.write_bytes(segments.dump())
     code, out, err = run(capsys, path)
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert "version 9; this hicache reads version 2" in err
+    assert "version 9; this hicache reads version 3" in err
 
 
 def test_more_than_one_recording_is_refused_with_the_newest_named(

@@ -143,7 +143,7 @@ def test_every_damaged_bit_is_noticed(at, bit):
 def test_a_recording_of_another_version_names_both(monkeypatch):
     monkeypatch.setattr("hicache.core.recorder.VERSION", 9)
     _, data = record(CoreConfig(8), 1, 20, segment_bytes=1 << 16)
-    with pytest.raises(InvalidInput, match="version 9; this hicache reads version 2"):
+    with pytest.raises(InvalidInput, match="version 9; this hicache reads version 3"):
         replay(data)
 
 

@@ -11,6 +11,7 @@ from hicache.analytics.simulate.flight import OTHER_INSTANCE
 from hicache.analytics.simulate.result import SimulationResult
 from hicache.analytics.simulate.settings import SimulationSettings
 from hicache.records import MissReason
+from hicache.runtime.executor import COPY_QUEUE_FULL
 from hicache.runtime.storage_io import QUEUE_FULL
 
 WORTH_SAYING: Final = 0.01
@@ -67,6 +68,13 @@ def advice(result: SimulationResult) -> Iterator[str]:
         yield (
             f"{shed:,} pages were not put to storage, as it had not yet written those before: it takes less than what "
             f"is computed; --admission 2 puts less, a larger --storage-write takes more."
+        )
+    if (shed := result.shed_by_reason.get(COPY_QUEUE_FULL, 0)) >= WORTH_SAYING * asked:
+        bound = result.settings.options().copies(result.page_bytes)
+        yield (
+            f"{shed:,} pages were not copied to host memory when they were computed, as the copies before them were "
+            f"under way (at most {bound.bytes // result.page_bytes:,} pages; `copy_bound` of hicache.open): a faster "
+            f"--device-link copies more, --admission 2 less."
         )
     admits = result.settings.admission or 1
     if admits == 1 and result.pages_put and result.pages_put_never_read > MOSTLY * result.pages_put:

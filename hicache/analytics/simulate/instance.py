@@ -10,7 +10,7 @@ from hicache.analytics.simulate.clock import Link, SimulatedTime
 from hicache.analytics.simulate.store import SimulatedStorage, SimulatedStore
 from hicache.core.cache import Core
 from hicache.core.config import CoreConfig
-from hicache.core.hashing import PageHasher
+from hicache.core.prompt import SymbolsAreHashes
 from hicache.core.residency import Slots
 from hicache.errors import HicacheInternalError
 from hicache.events import Event
@@ -115,6 +115,7 @@ class Instance:
                 host_pages=settings.host,
                 storage=store is not None,
                 eviction=options.eviction,
+                protected_share=options.protected_share,
                 device_to_host=options.device_to_host,
                 host_to_storage=options.host_to_storage,
                 fetch_pages=INSTANT_FETCH if settings.instant else options.fetch_pages(page_bytes),
@@ -152,7 +153,11 @@ class Instance:
             settle=self.settle,
         )
         self.executor = Executor(
-            self.reducer, copies=copies, storage=self.storage, page_bytes=page_bytes, copy_bound=options.copy_bound
+            self.reducer,
+            copies=copies,
+            storage=self.storage,
+            page_bytes=page_bytes,
+            copy_bound=options.copies(page_bytes),
         )
         planner = Planner(
             page_size=step,
@@ -164,7 +169,8 @@ class Instance:
         self.loader = Loader(
             self.reducer, storage=self.storage, options=options, clock=time, page_size=step, planner=planner
         )
-        hasher = PageHasher("xxh3_128", page_size=width // 4, seed=None)
+        # A page of a trace stands for all before it, too: its number is its name, as page hashes are in a sidecar.
+        hasher = SymbolsAreHashes(width)
         self.tree = self.core.tree(NAMESPACE, width=width, hasher=hasher)
         self.hasher = hasher
         self.loading: dict[Flight, None] = {}

@@ -38,6 +38,7 @@ def test_defaults_are_valid() -> None:
         ("touch_seconds", "soon", "touch_seconds='soon'"),
         ("write_bound", Bound(bytes=0, requests=1), "write_bound.bytes=0"),
         ("copy_bound", Bound(bytes=1, requests=0), "copy_bound.requests=0"),
+        ("protected_share", 1.5, "protected_share=1.5"),
     ],
 )
 def test_what_cannot_work_is_named(name: str, value: object, text: str) -> None:
@@ -63,6 +64,13 @@ def test_write_policies_by_name_pair_and_value() -> None:
         write_policies("write_around")
     with pytest.raises(ConfigError, match="3 parts"):
         write_policies(["write_back"] * 3)
+
+
+def test_some_prompts_of_large_pages_may_be_copied_at_once() -> None:
+    assert Options().copies(2**20).bytes == 2**30
+    assert Options().copies(2**26).bytes == 256 * 2**26
+    given = Bound(bytes=5, requests=3)
+    assert Options(copy_bound=given).copies(2**26) is given
 
 
 def test_sizes_are_pages_or_bytes() -> None:

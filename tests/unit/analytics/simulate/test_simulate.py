@@ -221,6 +221,19 @@ def test_slow_storage_sheds_and_says_so() -> None:
     assert "were not put to storage" in "".join(advice(result))
 
 
+def test_prompts_whose_copies_are_not_made_are_told() -> None:
+    """Prompts of 200 large pages, one after another, faster than their link."""
+    requests = [(0.001 * n, list(range(1000 * n, 1000 * n + 200))) for n in range(8)]
+    costs = {"token_bytes": 2**24, "device_link": 1e10, "prefill_rate": 1e12}
+    result = simulated(columns_of(*requests), device=2000, host=2000, costs=costs)
+    assert result.shed_by_reason["copy_queue_full"] > 0
+    told = "".join(advice(result))
+    assert "were not copied to host memory" in told
+    assert "at most 256 pages" in told
+    quick = simulated(columns_of(*requests), device=2000, host=2000, costs=costs | {"device_link": 1e15})
+    assert "copied" not in "".join(advice(quick))
+
+
 def test_load_or_recompute() -> None:
     """A host link that is slower than the engine: what it has is computed again."""
     requests = [(float(n), [n % 8, 100 + n % 8]) for n in range(32)]
