@@ -10,6 +10,7 @@ OLDEST := build/redis-oldest
 ENGINES ?= .engines
 SOURCES := hicache storage_backends connectors proto tests benchmarks
 PYTEST := HYPOTHESIS_PROFILE=$${HYPOTHESIS_PROFILE:-ci} $(BIN)/python -m pytest -q
+WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(8, len(os.sched_getaffinity(0)) + 1))')
 COVERED := --cov --cov-report= --cov-fail-under=0
 # Bytecode is kept, whatever the shell says: tests start hundreds of processes, and each would compile the project anew.
 export PYTHONDONTWRITEBYTECODE :=
@@ -71,11 +72,12 @@ lint: $(STAMP)
 contract: $(STAMP)
 	$(BIN)/buf build proto --exclude-source-info -o -#format=json | $(BIN)/python -m json.tool --indent 1 > proto/released.json
 
-# One process a core, up to eight. A test that hangs for two minutes fails and takes its process with it; another goes on.
-# Those that want the machine for themselves come first: one process compiles all tests, the others find that done.
+# One process a core and one more, as many tests wait; up to eight. A test that hangs for two minutes fails and takes its
+# process with it; another goes on. Those that want the machine for themselves come first: one process compiles all tests,
+# the others find that done.
 unit: $(STAMP)
 	$(PYTEST) $(COVERED) -m alone tests
-	$(PYTEST) $(COVERED) --cov-append --numprocesses auto --maxprocesses 8 --dist worksteal -m "not alone" tests
+	$(PYTEST) $(COVERED) --cov-append --numprocesses $(WORKERS) --dist worksteal -m "not alone" tests
 	$(BIN)/coverage report
 
 # What users install is the wheel, so it is tried in an environment of its own, without any extra. The generated code is

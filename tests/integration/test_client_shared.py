@@ -386,6 +386,7 @@ def test_a_ticket_of_an_earlier_service_joins_nothing(folder: Path) -> None:
         served.stop()
 
 
+@pytest.mark.alone
 @pytest.mark.chaos
 @pytest.mark.slow
 def test_a_service_that_is_killed_costs_milliseconds_and_its_successor_is_found_within_two_seconds(

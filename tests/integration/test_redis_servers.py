@@ -324,6 +324,7 @@ def _quoted(text: str) -> str:
 
 @pytest.mark.case("REDIS-8")
 @pytest.mark.slow
+@pytest.mark.alone
 def test_a_large_clear_never_holds_the_server_up(server: Server, open_url: Open) -> None:
     backend = open_url(f"redis://127.0.0.1:{server.port}/0")
     name = f"hicache:{make_key(0).name}"
