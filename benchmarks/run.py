@@ -31,6 +31,7 @@ MODULES = (
     "scale",
     "sidecar",
     "start",
+    "tables",
 )
 OUT = ROOT / "benchmarks" / "out" / "bench.json"
 

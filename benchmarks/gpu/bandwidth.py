@@ -19,6 +19,7 @@ from hicache.clock import MonotonicClock
 from hicache.core.layout import KVGeometry
 from hicache.cuda.choice import ChosenExecutors, choose
 from hicache.cuda.driver import Stream
+from hicache.cuda.executors import KernelExecutor
 from hicache.cuda.regions import TensorMemory, regions_of
 from hicache.cuda.runs import HostPart, PageRuns, RunTable
 from hicache.memory.layout import PageLayout
@@ -29,6 +30,8 @@ LAYERS, TOKENS = 32, 16
 BARS: Final = {34 << 10: 0.8, 128 << 10: 0.95}
 """Part of the pinned copy's rate that pages of this size and more must reach by what was chosen, where a run is a
 page."""
+SWEPT: Final = 128 << 10
+BLOCKS: Final = (1, 2, 4, 8, 16, 32)
 _ROUNDS: Final = 9
 _SHARE: Final = 0.6
 """Of the part's time that goes to timing; the rest is for comparing bytes."""
@@ -87,10 +90,10 @@ class _Case:
 def run(machine: Machine, seconds: float) -> dict[str, Any]:
     """All rates, and whether the bars were met and all bytes were right."""
     chosen = choose(machine.driver, machine.executors(), MonotonicClock())
-    pages = PAGES[:2] if machine.fake else PAGES
+    pages = PAGES[:1] if machine.fake else PAGES
     shapes = [(size, layout, up) for size in pages for layout in ("pages", "layers") for up in (True, False)]
     each = 0.0 if machine.fake else _SHARE * seconds / len(shapes)  # once, where times mean nothing
-    size = machine.size(512 << 20, 1 << 19)
+    size = machine.size(512 << 20, 1 << 18)
     rows: list[dict[str, Any]] = []
     try:
         with (
@@ -103,12 +106,13 @@ def run(machine: Machine, seconds: float) -> dict[str, Any]:
             words[:] = np.random.default_rng(1).integers(0, 1 << 63, len(words), np.uint64)
             for shape in shapes:
                 rows += _measured(machine, chosen, _Case(*shape, room), each)
+            sweep = _sweep(machine, room) if "kernel" in chosen.executors.usable else []
     finally:
         chosen.close()
     for row in rows:
         row["bar"] = _bar(row)
         row["ok"] = row["wrong_pages"] == 0 and (machine.fake or row["ratio"] >= (row["bar"] or 0))
-    return {"ok": all(row["ok"] for row in rows), "choice": chosen.choice.describe(), "rows": rows}
+    return {"ok": all(row["ok"] for row in rows), "choice": chosen.choice.describe(), "rows": rows, "sweep": sweep}
 
 
 def _bar(row: dict[str, Any]) -> float | None:
@@ -152,6 +156,24 @@ def _measured(machine: Machine, chosen: ChosenExecutors, case: _Case, seconds: f
         }
         for name in methods
     ]
+
+
+def _sweep(machine: Machine, room: _Room) -> list[dict[str, Any]]:
+    """Rates of the kernel by the number of its blocks: how few fill the link."""
+    rows = []
+    for to_device in (True, False):
+        case = _Case(SWEPT if not machine.fake else PAGES[0], "pages", to_device, room)
+        tables, stream = case.tables(to_device=to_device), machine.driver.stream()
+        for blocks in BLOCKS[:2] if machine.fake else BLOCKS:
+            executor = KernelExecutor(machine.driver, blocks=blocks)
+            rates = [
+                case.moved
+                / machine.seconds(lambda on, one=executor, of=tables: [one.run(table, on) for table in of], stream)
+                for _ in range(1 if machine.fake else _ROUNDS)
+            ]
+            executor.close()
+            rows.append({"blocks": blocks, "to_device": to_device, "rate": median(rates)})
+    return rows
 
 
 def _runs(page_bytes: int, layout: str, device: int, host: int, slots: int) -> PageRuns:

@@ -18,7 +18,7 @@ _TOOLS: Final = ("memcheck", "racecheck", "initcheck")
 
 def tests(machine: Machine, seconds: float) -> dict[str, Any]:
     """The tests that need a GPU; in a dry run they skip themselves."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", _TESTS]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default", "-m", "gpu", _TESTS]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=seconds, cwd=ROOT)
     counts = {word: int(count) for count, word in re.findall(r"(\d+) (passed|failed|skipped|error)", done.stdout)}
     passed = counts.get("passed", 0) > 0 or machine.fake

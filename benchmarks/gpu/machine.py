@@ -144,7 +144,7 @@ def opened(*, fake: bool) -> Iterator[Machine]:
     driver: CudaDriver
     if fake:
         # What keeps a device busy copies nothing, so its models have no runs.
-        driver = FakeCuda(memory=1 << 27, kernels={**KERNELS, BUSY: _nothing, READING: _nothing})
+        driver = FakeCuda(memory=1 << 25, kernels={**KERNELS, BUSY: _nothing, READING: _nothing})
     else:
         from hicache.cuda.cupy_driver import open_driver
 

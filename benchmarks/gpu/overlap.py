@@ -103,7 +103,7 @@ def _slowdowns(machine: Machine) -> list[dict[str, Any]]:
     executors = machine.executors()
     rows = []
     size = machine.size(64 << 20, 1 << 16)
-    run_bytes = machine.size(64 << 10, 1 << 12)
+    run_bytes = machine.size(1 << 20, 1 << 12)  # few runs, so that the queue is full while compute runs
     with machine.device_memory(2 * size) as device, machine.host_memory(2 * size) as host:
         at = np.arange(size // run_bytes, dtype=np.int64) * run_bytes
         lengths = np.full(len(at), run_bytes, np.int64)

@@ -37,7 +37,12 @@ def _bandwidth(part: dict[str, Any]) -> list[str]:
             f"| {row['rate'] / 1e9:.2f} | {row['ratio']:.3f} | {row['with_table_rate'] / 1e9:.2f} "
             f"| {row['wrong_pages']} | {mark} |"
         )
-    return lines
+    lines += ["", "The copy kernel by the number of its blocks, pages of 128 KiB, GB/s.", ""]
+    lines += ["| blocks | to device | to host |", "|---|---|---|"]
+    rates: dict[int, dict[bool, float]] = {}
+    for row in part["sweep"]:
+        rates.setdefault(row["blocks"], {})[row["to_device"]] = row["rate"] / 1e9
+    return lines + [f"| {blocks} | {both[True]:.2f} | {both[False]:.2f} |" for blocks, both in rates.items()]
 
 
 def _overlap(part: dict[str, Any]) -> list[str]:
