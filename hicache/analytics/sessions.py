@@ -69,6 +69,7 @@ class SessionReader(Reader):
     def _requests(self, file: BinaryIO) -> Iterator[TraceRequest]:
         try:
             document, size = self._document(file)
+            file.close()  # so that a folder of thousands of sessions does not use up what a process may open
         except DamagedFile:
             raise
         except TraceError:

@@ -65,8 +65,11 @@ class StandardInput:
         return io.BufferedReader(_Piped(self), size)
 
     def stat(self) -> os.stat_result:
-        """Of what is piped in."""
-        return os.fstat(self._stream.fileno())
+        """Of what is piped in; of nothing where that is no file."""
+        try:
+            return os.fstat(self._stream.fileno())
+        except OSError:
+            return os.stat(os.devnull)
 
     def read(self, at: int, size: int) -> bytes:
         """Up to `size` bytes from a place on, for the one who reads."""

@@ -27,7 +27,7 @@ from hicache.analytics.trace import MAX_TOKENS, Interner, Reading, TraceRequest,
 from hicache.errors import TraceError
 
 UNIT: Final = 64
-"""Tokens of a page where events do not tell, as a cache of hicache has them by default."""
+"""Tokens of a page where neither events nor anybody else tell."""
 
 _STORED: Final = ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name")
 _STORED_MORE: Final = ("extra_keys", "group_idx")
@@ -83,8 +83,8 @@ class EventReader(Reader):
                 continue
             for change in changes:
                 self._apply(change)
-            yield from map(self._made, self._chains.ended(self._time))
-        yield from map(self._made, self._chains.ended(None))
+            yield from self._requests_of(self._chains.ended(self._time))
+        yield from self._requests_of(self._chains.ended(None))
 
     def _entries(self, file: BinaryIO) -> Iterator[tuple[str, bytes]]:
         """JSON lines or payloads, and what an entry is called."""
@@ -118,22 +118,22 @@ class EventReader(Reader):
             unit = change.unit or self._reading.unit or UNIT
             chains.store(change, unit, self._place)
 
-    def _made(self, chain: Chain) -> TraceRequest:
-        pages = chain.pages()
-        if len(pages) * chain.unit > MAX_TOKENS:
-            raise TraceError(
-                f"{self.path}, {chain.place}: a chain of {len(pages)} pages is longer than any prompt; check the trace"
+    def _requests_of(self, chains: Iterator[Chain]) -> Iterator[TraceRequest]:
+        for chain in chains:
+            pages = chain.pages()
+            if len(pages) * chain.unit > MAX_TOKENS:
+                self._bad(chain.place, f"its chain of {len(pages)} pages is longer than any prompt")
+                continue
+            scope = f"events\n{chain.scope}"
+            yield TraceRequest(
+                time=chain.begun,
+                ids=pack_ids(self._names.translate(scope, pages)),
+                unit=chain.unit,
+                input_tokens=len(pages) * chain.unit,
+                output_tokens=0,
+                scope=scope,
+                place=chain.place,
             )
-        scope = f"events\n{chain.scope}"
-        return TraceRequest(
-            time=chain.begun,
-            ids=pack_ids(self._names.translate(scope, pages)),
-            unit=chain.unit,
-            input_tokens=len(pages) * chain.unit,
-            output_tokens=0,
-            scope=scope,
-            place=chain.place,
-        )
 
 
 def _changes(found: object) -> Iterator[Change]:

@@ -28,7 +28,7 @@ from hicache.core.hashing import PageHasher
 from hicache.errors import TraceError
 
 UNIT: Final = 64
-"""Tokens of a page where nobody says otherwise, as a cache has them by default."""
+"""Tokens of a page where nobody says otherwise."""
 
 Tokens = Annotated[list[Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]], msgspec.Meta(max_length=MAX_TOKENS)]
 

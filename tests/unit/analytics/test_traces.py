@@ -296,3 +296,16 @@ def test_no_damage_gets_past_as_another_error(tmp_path: Path, small_trace: Path,
     path = write(tmp_path, bytes(data))
     trace = open_trace([path], form="mooncake", skip_bad=True)
     assert 14 <= len(list(trace)) + trace.skipped <= 30  # a new line break may cut one in two, a lost one join two
+
+
+def test_a_folder_may_have_more_files_than_may_be_open(tmp_path: Path) -> None:
+    import resource
+
+    least, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for number in range(200):
+        write(tmp_path, session([turn(float(number), [1])]), f"{number}.json")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 100, most))
+    try:
+        assert len(read(tmp_path)) == 200
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (least, most))

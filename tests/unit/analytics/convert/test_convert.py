@@ -72,7 +72,7 @@ def same(a: dict[str, Any], b: dict[str, Any], *names: str) -> None:
         assert a[name] == b[name], name
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(rows=ROWS)
 def test_what_the_target_can_carry_is_the_same(tmp_path_factory: pytest.TempPathFactory, rows: list[Any]) -> None:
     path = session(tmp_path_factory.mktemp("c") / "in.json", rows)
@@ -93,7 +93,7 @@ def test_what_the_target_can_carry_is_the_same(tmp_path_factory: pytest.TempPath
             same(was, found)
 
 
-@settings(max_examples=30)
+@settings(max_examples=12)
 @given(rows=ROWS)
 def test_blocks_of_another_size(tmp_path_factory: pytest.TempPathFactory, rows: list[Any]) -> None:
     path = session(tmp_path_factory.mktemp("c") / "in.json", rows)
@@ -109,7 +109,7 @@ def test_blocks_of_another_size(tmp_path_factory: pytest.TempPathFactory, rows: 
     assert any("common begins" in loss for loss in done.losses) == bool(rows)
 
 
-@settings(max_examples=30)
+@settings(max_examples=12)
 @given(rows=ROWS)
 def test_single_blocks(tmp_path_factory: pytest.TempPathFactory, rows: list[Any]) -> None:
     path = session(tmp_path_factory.mktemp("c") / "in.json", rows)
@@ -134,7 +134,7 @@ def test_next_uses_are_put_in_wherever_they_come(tmp_path: Path, monkeypatch: py
     assert data["next"].tolist() == [*(range(6, 31)), *([-1] * 5)]
 
 
-@settings(max_examples=30)
+@settings(max_examples=12)
 @given(rows=ROWS)
 def test_tokens_that_are_made_up(tmp_path_factory: pytest.TempPathFactory, rows: list[Any]) -> None:
     path = session(tmp_path_factory.mktemp("c") / "in.json", rows)
@@ -146,17 +146,19 @@ def test_tokens_that_are_made_up(tmp_path_factory: pytest.TempPathFactory, rows:
 
 
 def test_the_public_trace_and_back(tmp_path: Path, small_trace: Path) -> None:
-    was = told(small_trace)
+    some = tmp_path / "some"
+    some.write_bytes(b"".join(small_trace.read_bytes().splitlines(keepends=True)[:300]))
+    was = told(some)
     for form in ("dynamo", "kv-cache-tester"):
-        out, done = _from(small_trace, tmp_path, form)
-        assert done == Conversion(1000, 0, ())
+        out, done = _from(some, tmp_path, form)
+        assert done == Conversion(300, 0, ())
         same(was, told(out))
         back, _ = _from(out, tmp_path, "mooncake")
         same(was, told(back))
     assert [json.loads(line)["timestamp"] for line in back.read_text().splitlines()] == [
-        json.loads(line)["timestamp"] for line in small_trace.read_text().splitlines()
+        json.loads(line)["timestamp"] for line in some.read_text().splitlines()
     ]
-    out, _ = _from(small_trace, tmp_path, "bailian")
+    out, _ = _from(some, tmp_path, "bailian")
     same(was, told(out), *TOKENS)
 
 

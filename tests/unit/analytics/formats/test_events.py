@@ -7,11 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
-from hicache.analytics.formats import chains
+import hicache
+from hicache.analytics.formats import chains, events
 from hicache.analytics.traces import Opening
+from hicache.cli.events import documents
 from hicache.errors import TraceError
+from hicache.events import Cleared, Event, Removed, Stored
+from hicache.memory.writer import READY
+from hicache.rpc.service import EventBatch
+from hicache.sidecar.kv_wire import WireFormat
 
 ROOT = 1_777_312_800.0
 
@@ -176,7 +183,69 @@ def test_messages_that_break_off(tmp_path: Path) -> None:
         requests(path)
 
 
+def test_a_chain_that_no_prompt_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "MAX_TOKENS", 32)
+    entries = [batch(0, stored([1, 2])), batch(9, stored([3], 2)), batch(20, stored([4], 1))]
+    with pytest.raises(TraceError, match="line 2: its chain of 3 pages is longer than any prompt"):
+        from_lines(tmp_path, *entries)
+    assert [ids for _, ids, _ in from_lines(tmp_path, *entries, skip_bad=True)] == [[0, 1], [0, 2]]
+
+
 def test_no_more_requests_are_open_than_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chains, "MOST_OPEN", 3)
-    events = [batch(0.001 * at, stored([at])) for at in range(10)]
-    assert [ids for _, ids, _ in from_lines(tmp_path, *events)] == [[at] for at in range(10)]
+    entries = [batch(0.001 * at, stored([at])) for at in range(10)]
+    assert [ids for _, ids, _ in from_lines(tmp_path, *entries)] == [[at] for at in range(10)]
+
+
+def real_events(prompts: list[list[int]], device: int | None) -> list[tuple[float, list[Event]]]:
+    """What a cache tells while it answers prompts, ten seconds apart; and how many pages it computed."""
+    geometry = hicache.KVGeometry.opaque(engine="e", backend="b", version="1", shape="s", page_bytes=1)
+    namespace = hicache.Namespace(model="m", geometry=geometry, page_size=2)
+    told = []
+    with hicache.open(namespace, device=device, host=0, storage=None, bytes=False, events=True) as cache:
+        listener = cache.events()
+        for number, tokens in enumerate(prompts):
+            with cache.request(np.array(tokens, np.uint32), logits=False) as request:
+                request.load()
+                request.allocate()
+                request.commit(upto=len(tokens), ready=READY)
+            found = [event for event in listener.drain() if isinstance(event, Stored | Removed | Cleared)]
+            told.append((10.0 * number, found))
+    return told
+
+
+@pytest.mark.parametrize("form", ["hicache events --json", "the wire"])
+@pytest.mark.parametrize("device", [None, 4])
+def test_a_real_caches_events(tmp_path: Path, form: str, device: int | None) -> None:
+    """What a cache computed for its prompts comes back as these prompts, but for those that it had all of."""
+    head = [1, 2, 3, 4]
+    prompts = [[*head, 5, 6], [*head, 7, 8], head, [9, 9, *head], [*head, 5, 6]]
+    told = real_events(prompts, device)
+    entries: list[Any] = []
+    wire = WireFormat()
+    for at, found in told:
+        if form == "the wire":
+            fields = [_on_the_wire(wire, event) for event in found]
+            entries.append(msgspec.msgpack.decode(wire.batch(ROOT + at, fields, None)))
+        else:
+            entries += documents(EventBatch(1, int((ROOT + at) * 1000), tuple(found)))
+    write = from_messages if form == "the wire" else from_lines
+    found = write(tmp_path, *entries, unit=2)
+    # With room for four pages the last prompt's own page was evicted by then; without limits it was all there.
+    seen = prompts[:2] + prompts[3:4] + (prompts[4:] if device else [])
+    assert [tokens for _, _, tokens in found] == [len(tokens) for tokens in seen]
+    assert [at for at, *_ in found] == [
+        10.0 * prompts.index(tokens) if at < 40 else 40.0 for tokens, (at, *_) in zip(seen, found, strict=True)
+    ]
+    assert found[1][1][:2] == found[0][1][:2]
+    assert not set(found[2][1]) & set(found[0][1])
+    if device:
+        assert found[3][1] == found[0][1]
+
+
+def _on_the_wire(wire: WireFormat, event: Event) -> Any:
+    if isinstance(event, Stored):
+        hashes = list(event.page_hashes)
+        return {"type": "BlockStored", "block_hashes": hashes, "parent_block_hash": event.parent_hash, "block_size": 2}
+    assert isinstance(event, Removed)
+    return wire.removed(event.tier, event.page_hashes) | {"medium": "GPU"}  # type: ignore[operator]
