@@ -15,7 +15,7 @@ COVERED := --cov --cov-report= --cov-fail-under=0
 # Bytecode is kept, whatever the shell says: tests start hundreds of processes, and each would compile the project anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help .venv demo test lint contract unit wheel bench redis-oldest engines cases mutants soak soak-engines chaos clean
+.PHONY: help .venv demo test lint contract unit wheel bench traces redis-oldest engines cases mutants soak soak-engines chaos clean
 .DEFAULT_GOAL := help
 
 help:
@@ -23,6 +23,7 @@ help:
 	@echo "make test     all checks: format, lint, types, import rules, tests, coverage, the built wheel"
 	@echo "make lint     the checks that run no code"
 	@echo "make bench    measure against references; writes benchmarks/out/bench.json"
+	@echo "make traces TRACES=FOLDER  whole public traces against their known values, two minutes"
 	@echo "make redis-oldest  the tests of Redis with the oldest redis-py"
 	@echo "make engines  the connectors in real engines, built once in $(ENGINES)/ (3.8 GB); ENGINE=sglang runs one"
 	@echo "make cases    the field's failure cases and the tests that cover them"
@@ -88,6 +89,10 @@ wheel: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/run.py
+
+# FOLDER has conversation_trace.jsonl, synthetic_trace.jsonl and agent-sessions/, as their publishers have them.
+traces: $(STAMP)
+	$(BIN)/python tests/public_traces.py "$(TRACES)"
 
 # `make test` runs with the newest redis-py; this one with the oldest that the extra allows, in an environment of its own.
 redis-oldest: $(STAMP)
