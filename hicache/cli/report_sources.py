@@ -103,7 +103,8 @@ class Reader:
         documents = {"analyze": document}
         if simulated and not self._stopped():
             documents |= self._simulation(path)
-        return Source(name, documents, tuple(_odd(analysis)))
+        shown = "standard input" if name == _PIPED else name
+        return Source(shown, documents, tuple(_odd(analysis)))
 
     def _analysis(self, path: Path) -> tuple[Analysis, list[Analysis]]:
         from dataclasses import replace

@@ -89,8 +89,8 @@ def _sharers(documents: Documents) -> Iterator[LinePlot]:
         "sharers",
         "Pages by how many requests share them",
         "Different pages that at least so many requests asked for.",
-        Axis("shared by at least", "requests, log scale", "count", log=True),
-        Axis("different pages", "pages, log scale", "count", log=True),
+        Axis("sharers, at least", "requests, log scale", "count", log=True),
+        Axis("pages", "different ones, log scale", "count", log=True),
         series,
         Table("Pages that at least so many requests asked for", ("requests", "pages"), rows),
     )

@@ -42,7 +42,7 @@ def recorded_sections(documents: Sequence[AnalysisDocument]) -> Iterator[Section
         "recorded-seconds",
         "How long requests took",
         "Share of the requests that took not longer: up to the end of their load, and up to their own end.",
-        Axis("since the request's begin", "time, log scale", "seconds", log=True),
+        Axis("since its begin", "time, log scale", "seconds", log=True),
         "requests",
         found,
     )

@@ -202,7 +202,7 @@ def _times(documents: Documents) -> Section:
         "Time to the first token",
         "Share of the requests that wait not longer: for pages, for slots and for the prefill of the rest, by the "
         "stated costs; waiting for the engine itself is not in it.",
-        Axis("time to the first token", "time, log scale", "seconds", log=True),
+        Axis("first token after", "time, log scale", "seconds", log=True),
         "requests",
         found,
     )

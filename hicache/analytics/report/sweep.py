@@ -132,7 +132,7 @@ def _memory(documents: Sequence[SweepDocument], names: Sequence[str]) -> Iterato
         "sweep-memory",
         title,
         "Pages hit / pages asked, over the memory of device and host of all instances; storage is in the table.",
-        Axis("device and host memory", "of all instances", "bytes", least=0),
+        Axis("memory", "device and host, all in all", "bytes", least=0),
         Axis("hit rate", "% of pages asked", "percent", least=0),
         tuple(series),
         Table(title, ("point", "device and host", "storage", "hit rate, of pages"), tuple(rows)),

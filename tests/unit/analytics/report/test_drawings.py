@@ -7,17 +7,20 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from html import unescape
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hicache.analytics.analysis.report import AnalyzeOptions, analyze
 from hicache.analytics.report.build import Source, build
 from hicache.analytics.report.content import Axis, LinePlot, Mark, Series, Table, plots_of
 from hicache.analytics.report.scales import scale_of, tick_text
 from hicache.analytics.report.svg import drawings
 from hicache.analytics.report.words import duration, ending, points, significant, squeezed, visible
+from hicache.analytics.traces import open_trace
 
 FORMS = st.sampled_from(["count", "percent", "seconds", "bytes", "number"])
 VALUES = st.floats(0, 1e15, allow_nan=False, allow_subnormal=False).filter(lambda value: not 0 < value < 1e-9)
@@ -78,6 +81,9 @@ def see_drawings(plot: Any) -> None:
         for text, left, right, base in texts:
             assert -1 <= left <= right <= width + 8, (plot.key, text, left, right)
             assert 8 <= base <= height, (plot.key, text)
+        titles = re.findall(r'<text class="axis[^>]*>([^<]*)</text>', svg)
+        assert titles
+        assert not any("…" in title for title in titles), (plot.key, titles)
         for (one, *a), (other, *b) in itertools.combinations(texts, 2):
             apart = a[1] <= b[0] + 1 or b[1] <= a[0] + 1 or abs(a[2] - b[2]) >= 10
             assert apart, (plot.key, one, other)
@@ -94,6 +100,18 @@ def test_nothing_lies_on_anything(number: int, sources: dict[str, Source]) -> No
     for source in sources.values():
         for plot in plots_of(build([source] * number)):
             see_drawings(plot)
+
+
+def test_an_estimate_has_its_band_and_its_bound(trace: Path) -> None:
+    """A sampled curve: in words, in the table, and in the drawing."""
+    document = analyze(open_trace([trace]), AnalyzeOptions(sample=0.5)).document()
+    report = build([Source("it", {"analyze": document})])
+    (plot,) = (plot for plot in plots_of(report) if plot.key == "miss-ratio-curve")
+    assert drawings(plot).count('<path class="band"') == 2
+    see_drawings(plot)
+    assert any(row[3].startswith("±") for row in plot.table.rows)
+    (section,) = (section for section in report.sections if section.key == "memory")
+    assert any("at 4 standard deviations" in line for line in section.text)
 
 
 def test_long_names_and_many_pools(service: Callable[..., dict[str, Any]]) -> None:

@@ -154,3 +154,22 @@ def test_markdown_says_what_the_page_says(sources: dict[str, Source]) -> None:
             assert all(line in plain for line in answer.text)
         for table in tables_of(report):
             assert all(cell in plain for row in table.rows for cell in row)
+
+
+def test_numbers_of_one_trace_are_told_in_words(
+    tmp_path: Path, write_trace: Callable[..., Path], sources: dict[str, Source]
+) -> None:
+    """Where nothing comes twice nothing helps; where a sweep was cut nothing is recommended; where nothing is missed
+    there is no gap."""
+    once = write_trace(tmp_path / "once.jsonl", [[number, 100 + number] for number in range(5)])
+    analysis = analyze(open_trace([once]), AnalyzeOptions()).document()
+    answers = build([Source("it", {"analyze": analysis})]).answers
+    assert answers[3].figures == ("nothing",)
+    cut = dict(sources["sweep"].documents["sweep"]) | {"results": [], "recommendation": ["Stopped."]}
+    report = build([Source("it", {"sweep": cut})] * 2)
+    assert report.answers[0].figures == ("n/a", "n/a")
+    assert "No point was simulated." in report.sections[-1].text
+    whole = json.loads(json.dumps(sources["simulate"].documents["simulate"]))
+    whole["pages_host"] += whole["misses_by_reason"].pop("evicted")
+    whole["pages_missed"] = sum(whole["misses_by_reason"].values())
+    assert build([Source("it", {"simulate": whole})]).answers[2].figures == ("none",)
