@@ -12,6 +12,7 @@ from urllib.parse import quote, unquote
 
 from hicache.cli.output import Table, print_json, print_table, progress, say
 from hicache.cli.service import (
+    add_prompts_argument,
     add_secret_arguments,
     add_target_arguments,
     connected,
@@ -56,9 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("address", metavar="WHERE", help="a service, a store's URL, or a store's folder")
     add_target_arguments(parser)
     group = parser.add_argument_group("which prompts")
-    group.add_argument(
-        "--prompts", metavar="FILE", help="a prompt a line, as token ids [1, 2, ...]; - is standard input"
-    )
+    add_prompts_argument(group, required=False)
     group.add_argument("--text", help="a prompt as text; needs --tokenizer")
     group.add_argument("--text-file", metavar="FILE", help="file with one prompt as text; - is standard input")
     group.add_argument(

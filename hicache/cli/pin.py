@@ -7,6 +7,7 @@ import contextlib
 
 from hicache.cli.output import Table, print_json, print_table
 from hicache.cli.service import (
+    add_prompts_argument,
     add_service_arguments,
     add_target_arguments,
     connected,
@@ -35,12 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add_service_arguments(parser)
     add_target_arguments(parser)
-    parser.add_argument(
-        "--prompts",
-        required=True,
-        metavar="FILE",
-        help="a prompt a line, as token ids [1, 2, ...]; - is standard input",
-    )
+    add_prompts_argument(parser)
     parser.add_argument(
         "--name",
         default="",

@@ -111,6 +111,16 @@ def add_target_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--tenant", metavar="NAME", help="for callers who may administer all tenants")
 
 
+def add_prompts_argument(parser: argparse._ActionsContainer, *, required: bool = True) -> None:
+    """Where prompts are read from, by `read_prompts`."""
+    parser.add_argument(
+        "--prompts",
+        required=required,
+        metavar="FILE",
+        help="a prompt a line, as token ids [1, 2, ...]; - is standard input",
+    )
+
+
 def target_of(options: argparse.Namespace) -> Target | None:
     """Whose prompts; None where nothing was said.
 

@@ -6,6 +6,7 @@ import argparse
 
 from hicache.cli.output import print_json, progress, say
 from hicache.cli.service import (
+    add_prompts_argument,
     add_service_arguments,
     add_target_arguments,
     connected,
@@ -30,12 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add_service_arguments(parser)
     add_target_arguments(parser)
-    parser.add_argument(
-        "--prompts",
-        required=True,
-        metavar="FILE",
-        help="a prompt a line, as token ids [1, 2, ...]; - is standard input",
-    )
+    add_prompts_argument(parser)
     parser.add_argument(
         "--deadline", default="0", metavar="SECONDS", help="for each 262,144 tokens (default: 0, as the service thinks)"
     )
