@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 from math import isfinite
 from typing import Any, Final
 
+from hicache.analytics.simulate.settings import SimulationSettings
+
 __all__ = ["Change", "Comparison", "Part", "Split", "compare"]
 
 _NAMES: Final = ("tier", "reason", "factor", "page_size", "verb", "policy", "seconds", "namespace", "model", "name")
@@ -154,13 +156,20 @@ def _listed(path: str, items: Sequence[Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _points(items: Sequence[Any]) -> list[str]:
-    """Names of a sweep's points: by the settings in which they differ; empty for other records."""
-    settings = [item.get("settings") for item in items if isinstance(item, Mapping)]
-    known = [each for each in settings if isinstance(each, Mapping)]
-    if not known or len(known) < len(items):
+    """Names of a sweep's points, the same in every sweep: their tiers, and settings that are not the defaults.
+
+    Empty for other records.
+    """
+    settings = [item.get("settings") if isinstance(item, Mapping) else None for item in items]
+    if not all(isinstance(each, Mapping) for each in settings):
         return []
-    varied = [name for name in known[0] if any(each.get(name) != known[0][name] for each in known)]
-    return [", ".join(f"{name} {each.get(name)}" for name in varied) or f"{place}" for place, each in enumerate(known)]
+    return [", ".join(f"{name} {value}" for name, value in _told(each)) for each in settings if each is not None]
+
+
+def _told(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, entry in SimulationSettings.__dataclass_fields__.items():
+        if name != "costs" and name in settings and (name in _TIERS or settings[name] != entry.default):
+            yield name, settings[name]
 
 
 # ---- hits and misses
@@ -169,8 +178,8 @@ def _points(items: Sequence[Any]) -> list[str]:
 def _counts(path: str, value: Any) -> Iterator[tuple[str, dict[str, int]]]:
     """Counts of what was asked, by tier and reason, with the places where they stand."""
     if isinstance(value, list):
-        for place, item in enumerate(value):
-            yield from _counts(f"{path}[{place}]", item)
+        for name, item in zip(_points(value) or range(len(value)), value, strict=True):
+            yield from _counts(f"{path}[{name}]", item)
     if not isinstance(value, Mapping):
         return
     missed = value.get("missed")

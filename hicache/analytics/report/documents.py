@@ -45,6 +45,8 @@ def parse(document: Mapping[str, Any], kind: type[T], *, name: str) -> T:
     _finite(document, name)
     try:
         return msgspec.convert(document, kind)
+    except RecursionError:
+        raise InvalidInput(f"{name!r:.200} is nested too deeply to be a document") from None
     except msgspec.ValidationError as error:
         raise InvalidInput(f"{name!r:.200}: {error}; give it as the command has written it") from None
 

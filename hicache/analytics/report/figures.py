@@ -7,9 +7,11 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
-__all__ = ["MOST", "Amount", "Count", "Distribution", "Moment", "Share", "Text", "same"]
+__all__ = ["LONGEST", "MOST", "Amount", "Count", "Distribution", "Moment", "Share", "Text", "same"]
 
 MOST: Final = 2**62
+LONGEST: Final = 10_000
+"""Rows of a list: more than any command writes, unless it was told sizes one by one."""
 _FURTHEST: Final = 1e18
 
 Count = Annotated[int, Meta(ge=0, le=MOST)]

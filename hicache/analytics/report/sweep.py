@@ -18,6 +18,7 @@ __all__ = ["point_name", "sweep_sections"]
 
 _MOST_BARS: Final = 40
 _MOST_LINES: Final = 8
+_MOST_ROWS: Final = 1000
 _NUMBERS: Final = (*SIZES, "page_size", "instances", "admission", "speed")
 _UNITS: Final = {
     "device": "pages of an instance", "host": "pages of an instance", "storage": "pages that all share",
@@ -77,7 +78,7 @@ def _lines(documents: Sequence[SweepDocument], names: Sequence[str]) -> Iterator
         for number, ((place, label), points) in enumerate(lines.items())
     ]
     cells = tuple(
-        (label, f"{value:,g}", percent(result.hit_rate_pages))
+        (label, count(value) if value == int(value) else f"{value:g}", percent(result.hit_rate_pages))
         for label, value, result in sorted(rows, key=lambda row: (row[0], row[1]))
     )
     plain = name.replace("_", " ")
@@ -92,7 +93,7 @@ def _lines(documents: Sequence[SweepDocument], names: Sequence[str]) -> Iterator
         Axis(plain, f"{_UNITS[name]}{', log scale' if above else ''}", form, log=above, each=True),
         Axis("hit rate", "% of pages asked", "percent", least=0),
         tuple(series[:_MOST_LINES]),
-        Table(title, ("line", plain, "hit rate, of pages"), cells),
+        _table(title, ("line", plain, "hit rate, of pages"), cells),
     )
 
 
@@ -102,7 +103,7 @@ def _memory(documents: Sequence[SweepDocument], names: Sequence[str]) -> Iterato
     for place, (letter, document) in enumerate(zip(letters(documents), documents, strict=True)):
         found = choose(document.results)
         known = [(sum(memory(each)[:2]), each) for each in document.results]
-        known = sorted(((size, each) for size, each in known if isfinite(size)), key=lambda pair: pair[0])
+        known = sorted(((size, each) for size, each in known if isfinite(size)), key=lambda pair: pair[0])[:_MOST_ROWS]
         labels = tuple(point_name(each, names) for _, each in known)
         points = tuple((size, each.hit_rate_pages) for size, each in known)
         series.append(Series(labelled(letter, "points"), ("0", "2")[place], points, dots=True, labels=labels))
@@ -135,9 +136,15 @@ def _memory(documents: Sequence[SweepDocument], names: Sequence[str]) -> Iterato
         Axis("memory", "device and host, all in all", "bytes", least=0),
         Axis("hit rate", "% of pages asked", "percent", least=0),
         tuple(series),
-        Table(title, ("point", "device and host", "storage", "hit rate, of pages"), tuple(rows)),
+        _table(title, ("point", "device and host", "storage", "hit rate, of pages"), rows),
         tuple(marks),
     )
+
+
+def _table(caption: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Table:
+    """So many rows as can be read; the sweep's own document has all."""
+    more = f", the first {_MOST_ROWS:,} of {len(rows):,}" if len(rows) > _MOST_ROWS else ""
+    return Table(caption + more, columns, tuple(rows[:_MOST_ROWS]))
 
 
 def _storage(result: SimulationDocument) -> str:
@@ -177,5 +184,5 @@ def _bars(documents: Sequence[SweepDocument], names: Sequence[str]) -> Iterator[
         f"Shares of the pages asked; the pieces of a bar add up to all of them.{more}",
         Axis("share", "% of pages asked", "percent", least=0, most=1),
         tuple(bars[:_MOST_BARS]),
-        Table(f"{title}: pages asked = hits by tier + misses by reason", columns, tuple(rows)),
+        _table(f"{title}: pages asked = hits by tier + misses by reason", columns, rows),
     )

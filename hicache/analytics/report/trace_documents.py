@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from hicache.analytics.report.figures import MOST, Amount, Count, Distribution, Moment, Share, Text, same
+from hicache.analytics.report.figures import LONGEST, MOST, Amount, Count, Distribution, Moment, Share, Text, same
 
 __all__ = ["AnalysisDocument"]
 
@@ -28,7 +28,7 @@ class Curve(msgspec.Struct, frozen=True):
     method: Text
     sample_rate: Share
     error_bound_standard_deviations: Amount
-    points: list[CurvePoint]
+    points: Annotated[list[CurvePoint], Meta(max_length=LONGEST)]
 
 
 class Keeping(msgspec.Struct, frozen=True):
@@ -100,7 +100,7 @@ class Tree(msgspec.Struct, frozen=True):
     one_hit_share: Share
     one_hit_share_of_asked: Share
     pages_by_sharers: list[tuple[Annotated[int, Meta(ge=1, le=MOST)], Count]]
-    hottest: list[HotPrefix]
+    hottest: Annotated[list[HotPrefix], Meta(max_length=LONGEST)]
 
 
 class Recorded(msgspec.Struct, frozen=True):
@@ -165,9 +165,9 @@ class AnalysisDocument(msgspec.Struct, frozen=True):
     reuse_distance_pages: Distribution
     miss_ratio_curve: Curve
     knee_pages: Count | None
-    keeping: list[Keeping]
-    working_set: list[Span]
-    page_sizes: list[PageSize]
+    keeping: Annotated[list[Keeping], Meta(max_length=LONGEST)]
+    working_set: Annotated[list[Span], Meta(max_length=LONGEST)]
+    page_sizes: Annotated[list[PageSize], Meta(max_length=LONGEST)]
     sessions: Sessions
     tree: Tree
     recorded: Recorded | None = None

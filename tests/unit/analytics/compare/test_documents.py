@@ -89,3 +89,18 @@ def test_flat_counts() -> None:
     assert [(part.name, round(part.points, 6)) for part in split.parts] == [
         ("host", 25.0), ("missed cold", -20.0), ("device", -5.0),
     ]  # fmt: skip
+
+
+def test_points_of_sweeps_are_compared_with_their_like() -> None:
+    """By their settings, wherever they stand in the two sweeps."""
+
+    def point(device: int, hits: int, **more: object) -> dict[str, object]:
+        counts = {"pages_asked": 10, "pages_device": hits, "misses_by_reason": {"cold": 10 - hits}}
+        return {
+            "settings": {"device": device, "host": 0, "storage": 0, "eviction": "lru", "costs": {}} | more,
+            **counts,
+        }
+
+    found = compare({"results": [point(5, 1), point(9, 4)]}, {"results": [point(9, 6), point(5, 1, eviction="lfu")]})
+    (split,) = found.splits
+    assert (split.path, round(split.points)) == ("results[device 9, host 0, storage 0].pages", 20)

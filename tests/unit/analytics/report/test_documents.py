@@ -126,3 +126,36 @@ def test_a_report_is_the_same_each_time(sources: dict[str, Source], service: Cal
     assert first.answers == second.answers
     for kind in KINDS:
         assert build([sources[kind]]).document() == build([sources[kind]]).document()
+
+
+def test_a_sweep_of_many_points_can_be_read(sources: dict[str, Source]) -> None:
+    """Bars, lines and rows are as many as can be seen; how many are left out is said, and the document has all."""
+    document = json.loads(json.dumps(sources["sweep"].documents["sweep"]))
+    point = document["results"][0]
+    document["results"] = [
+        point
+        | {"settings": point["settings"] | {"device": 1_000_000 + number % 40, "host": number // 40, "speed": 1.5}}
+        for number in range(1200)
+    ]
+    report = build([Source("it", {"sweep": document})])
+    plots = {plot.key: plot for plot in report.sections[0].plots}
+    assert len(plots["sweep-points"].bars) == 40  # type: ignore[union-attr]
+    assert "The first 40 of 1,200 points" in plots["sweep-points"].note
+    assert len(plots["sweep-lines"].series) == 8  # type: ignore[union-attr]
+    assert plots["sweep-lines"].table.rows[0][1] == "1,000,000"
+    assert all(len(plot.table.rows) == 1000 for plot in plots.values())
+    assert "the first 1,000 of 1,200" in plots["sweep-points"].table.caption
+    assert len(report.documents[0]["sweep"]["results"]) == 1200
+
+
+def test_deep_and_endless_documents_are_refused(sources: dict[str, Source]) -> None:
+    """Before they cost anything."""
+    document = json.loads(json.dumps(sources["analyze"].documents["analyze"]))
+    endless = document | {"page_sizes": document["page_sizes"][:1] * 20_000}
+    with pytest.raises(InvalidInput, match="length"):
+        build([Source("it", {"analyze": endless})])
+    deep: dict[str, Any] = {}
+    for _ in range(5000):
+        deep = document | {"each": [deep]}
+    with pytest.raises(InvalidInput, match="too deeply"):
+        build([Source("it", {"analyze": deep})])
