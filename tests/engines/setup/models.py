@@ -2,6 +2,7 @@
 
 `python models.py tiny FOLDER` makes a random Llama with a tokenizer trained on the spot: small, and deterministic.
 `python models.py mla FOLDER` makes a random model with latent attention, like DeepSeek's.
+`python models.py vision FOLDER` makes a random model that looks at an image in front of the text.
 `python models.py lora SEED FOLDER` makes a random adapter of the random Llama.
 `python models.py convert GGUF FOLDER` makes a real model's plain checkpoint out of its quantised file.
 """
@@ -19,6 +20,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    Blip2Config,
+    Blip2ForConditionalGeneration,
+    Blip2QFormerConfig,
+    Blip2VisionConfig,
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
     LlamaConfig,
@@ -80,6 +85,51 @@ def make_mla(folder: Path) -> None:
     )
     DeepseekV2ForCausalLM(config).to(torch.float32).save_pretrained(folder)
     PreTrainedTokenizerFast(tokenizer_object=_tokenizer(), **SPECIAL).save_pretrained(folder)
+
+
+def make_vision(folder: Path) -> None:
+    """A BLIP-2 whose 32 queries look at images of 64 x 64, in front of a small Llama; processed without torchvision."""
+    torch.manual_seed(3)
+    text = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=32,
+        max_position_embeddings=4096,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=2,
+        tie_word_embeddings=False,
+        initializer_range=0.25,
+    )
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    vision = Blip2VisionConfig(**sizes, image_size=64, patch_size=8, initializer_range=0.5)
+    queries = Blip2QFormerConfig(**sizes, vocab_size=64, encoder_hidden_size=64, max_position_embeddings=64)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=_tokenizer(), **SPECIAL, extra_special_tokens={"image_token": "<image>"}
+    )
+    parts = {"vision_config": vision, "qformer_config": queries, "text_config": text}
+    config = Blip2Config(
+        **{name: part.to_dict() for name, part in parts.items()},
+        num_query_tokens=32,
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+    )
+    model = Blip2ForConditionalGeneration(config).to(torch.float32)
+    for name, tensor in model.named_parameters():
+        if "query_tokens" in name or "language_projection" in name:
+            torch.nn.init.normal_(tensor, std=0.5)  # wide enough that an image decides about the answer
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    sizing = {"do_resize": True, "size": {"height": 64, "width": 64}, "resample": 3, "do_convert_rgb": True}
+    scaling = {"do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True}
+    means = {"image_mean": [0.5] * 3, "image_std": [0.25] * 3}
+    images = {"image_processor_type": "BlipImageProcessor"} | sizing | scaling | means
+    (folder / "preprocessor_config.json").write_text(json.dumps(images), encoding="utf-8")
+    processor = {"processor_class": "Blip2Processor", "num_query_tokens": 32}
+    (folder / "processor_config.json").write_text(json.dumps(processor), encoding="utf-8")
 
 
 def make_lora(seed: int, folder: Path) -> None:
@@ -146,6 +196,8 @@ def main() -> None:
         make_tiny(folder)
     elif kind == "mla":
         make_mla(folder)
+    elif kind == "vision":
+        make_vision(folder)
     elif kind == "lora":
         make_lora(int(rest[0]), folder)
     else:

@@ -38,6 +38,23 @@ def test_adapters_never_share(engines: Engines, storage: str) -> None:
             assert (answer.new, answer.cached) == (wanted[name], LONGEST), name
 
 
+def test_images_never_share(engines: Engines, storage: str) -> None:
+    """The same tokens behind two images: each image finds its own pages, in a fresh engine too."""
+    text, images = prompt_of(505, 190), (1, 2)
+    options: dict[str, Any] = {"model": str(MODELS / "vision"), "limit_mm_per_prompt": {"image": 1}}
+    with engines(None, enable_prefix_caching=False, **options) as plain:
+        wanted = {image: plain.generate(text, image=image)[0].new for image in images}
+    assert wanted[1] != wanted[2], "the image changes nothing"
+    extra = {"host": "64MiB", "storage": storage}
+    for fresh in (False, True):
+        with engines(extra, **options) as engine:
+            for cached in (0, 3 * PAGE)[fresh:]:
+                for image in images:
+                    (answer,) = engine.generate(text, image=image)
+                    assert (answer.new, answer.cached) == (wanted[image], cached), image
+                assert engine.reset()
+
+
 def test_latent_attention_that_cannot_go_on_behind_a_hit_is_no_cache(engines: Engines) -> None:
     """The CPU's kernels for latents compute prompts from their start only: a hit would change the answer."""
     prompt = prompt_of(510, TOKENS)

@@ -109,10 +109,15 @@ class Engine:
         return self._read(seconds)
 
     def generate(
-        self, *prompts: list[int], salts: list[str] | None = None, tokens: int = 16, lora: str | None = None
+        self,
+        *prompts: list[int],
+        salts: list[str] | None = None,
+        tokens: int = 16,
+        lora: str | None = None,
+        image: int | None = None,
     ) -> list[Answer]:
-        """`lora` is the name of an adapter's folder beside the models."""
-        found = self.ask(do="generate", prompts=prompts, salts=salts, tokens=tokens, lora=lora)
+        """`lora` names an adapter's folder beside the models; `image` is the seed of one in front of each prompt."""
+        found = self.ask(do="generate", prompts=prompts, salts=salts, tokens=tokens, lora=lora, image=image)
         return [Answer(**one) for one in found]
 
     def reset(self, *, connector: bool = False) -> bool:
@@ -202,7 +207,12 @@ def _made(config: dict[str, Any]) -> Any:
 
 
 def _generate(
-    llm: Any, prompts: list[list[int]], salts: list[str] | None, tokens: int, lora: str | None = None
+    llm: Any,
+    prompts: list[list[int]],
+    salts: list[str] | None,
+    tokens: int,
+    lora: str | None = None,
+    image: int | None = None,
 ) -> list[dict[str, Any]]:
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
@@ -210,6 +220,8 @@ def _generate(
     asked = [{"prompt_token_ids": prompt} for prompt in prompts]
     for one, salt in zip(asked, salts or (), strict=False):
         one["cache_salt"] = salt
+    for one in asked if image is not None else ():
+        one["multi_modal_data"] = {"image": _image(image)}
     begun = time.monotonic()
     adapter = None if lora is None else LoRARequest(lora, int(lora.rpartition("-")[2]), str(MODELS / lora))
     sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
@@ -223,6 +235,13 @@ def _generate(
         }
         for one in found
     ]
+
+
+def _image(seed: int) -> Any:
+    import numpy as np
+    from PIL import Image
+
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 255, (64, 64, 3), dtype=np.uint8))
 
 
 def _first(one: Any, otherwise: float) -> float:
