@@ -47,7 +47,7 @@ def add_trace_paths(parser: argparse.ArgumentParser, *, more: str = "") -> None:
     )
 
 
-def add_trace_arguments(parser: argparse.ArgumentParser, *, format_option: str = "--format") -> None:
+def add_trace_arguments(parser: argparse._ActionsContainer, *, format_option: str = "--format") -> None:
     """How traces are read; `format_option` is for commands whose --format is another thing."""
     parser.add_argument(
         format_option,
@@ -69,7 +69,7 @@ def add_trace_arguments(parser: argparse.ArgumentParser, *, format_option: str =
         help="of csv, counted from 1 (default: by the first line's names; else time and id, or one column of ids)",
     )
     parser.add_argument(
-        "--requests", "--limit", dest="limit", metavar="N", help="read N requests at most (default: all)"
+        "--limit", "--requests", dest="limit", metavar="N", help="read N requests at most (default: all)"
     )
     parser.add_argument(
         "--since",

@@ -34,7 +34,7 @@ class _ObjectWriter(Writer):
             self.lose(self._LOST)
         elif request.input_tokens != unit:
             self.lose("lengths of {} prompts")
-        self.lose_details(request, "session", "parent", "turn", "kind", "model")
+        self.lose_details(request, "request", "session", "parent", "turn", "kind", "model")
         self._accesses(int(time), ids, unit)
 
     @abstractmethod

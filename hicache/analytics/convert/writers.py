@@ -9,6 +9,7 @@ from typing import BinaryIO, Final
 from hicache.analytics import mooncake
 from hicache.analytics.convert.blocks import Blocks
 from hicache.analytics.formats import bailian, tokens
+from hicache.analytics.formats.accesslog import RecordedDetails
 from hicache.analytics.formats.dynamo import SCHEMAS
 from hicache.analytics.prompts import expand
 from hicache.analytics.trace import Details, TraceRequest
@@ -80,6 +81,8 @@ class Writer:
         for name in names:
             if getattr(details, name):
                 self.lose(f"{_WORDS[name]} of {{}} requests")
+        if isinstance(details, RecordedDetails):
+            self.lose("what became of {} requests")
 
     def time(self, request: TraceRequest) -> float:
         """Seconds, of the wall clock where there is one and the format has it."""
@@ -122,7 +125,7 @@ class MooncakeWriter(Writer):
                 "hash_ids": self.blocks.ids(request),
             }
         )
-        self.lose_details(request, "session", "parent", "turn", "kind", "model")
+        self.lose_details(request, "request", "session", "parent", "turn", "kind", "model")
 
 
 class BailianWriter(Writer):
@@ -209,7 +212,7 @@ class SessionWriter(Writer):
             "hash_ids": self.blocks.ids(request),
         }
         self._file.write(json.dumps(entry, allow_nan=False).encode())
-        self.lose_details(request, "session", "parent", "turn")
+        self.lose_details(request, "request", "session", "parent", "turn")
 
     def end(self) -> None:
         """Close the list."""
@@ -243,4 +246,4 @@ class TokenWriter(Writer):
         )
         if request.known_tokens % request.unit:
             self.lose("ids of the last, partial blocks of {} requests, as whole blocks only are told from tokens,")
-        self.lose_details(request, "session", "parent", "turn", "kind")
+        self.lose_details(request, "request", "session", "parent", "turn", "kind")

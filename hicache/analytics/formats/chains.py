@@ -54,7 +54,7 @@ class Chains:
 
     def __init__(self) -> None:
         self._parents: dict[Page, Page | None] = {}
-        self._held: dict[Page, set[str]] = {}
+        self._held: dict[tuple[str, Page], set[str]] = {}  # of a source
         self._open: dict[Page, Chain] = {}
         self._ended: list[tuple[float, int, Chain]] = []
         self._count = self._told = 0  # requests that have ended, at all and when it was looked whose turn it is
@@ -69,9 +69,9 @@ class Chains:
             if page not in self._parents:
                 # A page whose parent was never told of begins a chain, so no chain leads back into itself.
                 self._parents[page] = before if before in self._parents else None
-            if page not in self._held:
+            if (change.source, page) not in self._held:
                 computed = True
-            self._held.setdefault(page, set()).add(change.medium)
+            self._held.setdefault((change.source, page), set()).add(change.medium)
             before = tip = page
         if computed and not change.told and tip is not None:
             self._grow(change, first, tip, unit, place)
@@ -89,18 +89,20 @@ class Chains:
         if len(self._open) > MOST_OPEN:
             self._end(self._open.pop(next(iter(self._open))))
 
-    def remove(self, scope: str, medium: str, pages: tuple[Hashable, ...]) -> None:
+    def remove(self, change: Change) -> None:
         """Pages left a medium."""
-        for name in pages:
-            held = self._held.get((scope, name))
+        for name in change.pages:
+            key = (change.source, (change.scope, name))
+            held = self._held.get(key)
             if held is not None:
-                held.discard(medium)
+                held.discard(change.medium)
                 if not held:
-                    del self._held[(scope, name)]
+                    del self._held[key]
 
-    def clear(self, scope: str) -> None:
+    def clear(self, change: Change) -> None:
         """All pages of a scope left."""
-        self._held = {page: held for page, held in self._held.items() if page[0] != scope}
+        gone = (change.source, change.scope)
+        self._held = {key: held for key, held in self._held.items() if (key[0], key[1][0]) != gone}
 
     def _end(self, chain: Chain) -> None:
         self._count += 1

@@ -46,6 +46,7 @@ class Change:
         time: seconds.
         kind: "stored", "removed" or "cleared".
         scope: where hashes mean the same.
+        source: who holds the pages, such as a data-parallel rank.
         medium: where.
         pages: their hashes.
         parent: of the first page; None at the start of a prompt.
@@ -56,6 +57,7 @@ class Change:
     time: float
     kind: str
     scope: str
+    source: str = ""
     medium: str = ""
     pages: tuple[Hash, ...] = ()
     parent: Hash | None = None
@@ -111,9 +113,9 @@ class EventReader(Reader):
         self._time = max(self._time, change.time)
         chains = self._chains
         if change.kind == "cleared":
-            chains.clear(change.scope)
+            chains.clear(change)
         elif change.kind == "removed":
-            chains.remove(change.scope, change.medium, change.pages)
+            chains.remove(change)
         else:
             unit = change.unit or self._reading.unit or UNIT
             chains.store(change, unit, self._place)
@@ -142,10 +144,12 @@ def _changes(found: object) -> Iterator[Change]:
     Raises:
         TraceError: it has none.
     """
+    rank: object = None
     if isinstance(found, list) and len(found) >= 2 and isinstance(found[1], list):
-        time, events = found[:2]
+        (time, events), rank = found[:2], found[2] if len(found) > 2 else None
     elif isinstance(found, dict) and isinstance(found.get("events"), list):
         time, events = found.get("ts", found.get("timestamp")), found["events"]
+        rank = found.get("data_parallel_rank", found.get("dp_rank"))
     elif isinstance(found, dict) and isinstance(found.get("event"), str):
         yield from _ours(found)
         return
@@ -155,7 +159,7 @@ def _changes(found: object) -> Iterator[Change]:
         raise TraceError("it is no batch of KV events, which is [time, [events], rank]")
     when = _time(time)
     for event in events:
-        change = _theirs(event, when)
+        change = _theirs(event, when, str(rank))
         if change is not None:
             yield change
 
@@ -177,25 +181,25 @@ def _ours(event: Fields) -> Iterator[Change]:
     unit = len(tokens) // len(pages) if pages and isinstance(tokens, list) else 0
     parent, tier = event.get("parent_hash"), str(event.get("tier", ""))
     told = event.get("snapshot") is True
-    yield Change(time, kind, scope, tier, pages, None if parent is None else _hash(parent), unit, told)
+    yield Change(time, kind, scope, "", tier, pages, None if parent is None else _hash(parent), unit, told)
 
 
-def _theirs(event: object, time: float) -> Change | None:
+def _theirs(event: object, time: float, source: str) -> Change | None:
     """A vLLM or SGLang event; None for one of another kind."""
     fields = _fields(event)
     kind = fields["type"]
     if kind == "AllBlocksCleared":
-        return Change(time, "cleared", "")
+        return Change(time, "cleared", "", source)
     if kind not in _PLACES or fields.get("group_idx") not in (None, 0):
         return None  # layers of other kinds have the same pages once more
     medium, pages = str(fields.get("medium") or "GPU"), _hashes(fields.get("block_hashes"))
     if kind == "BlockRemoved":
-        return Change(time, "removed", "", medium, pages)
+        return Change(time, "removed", "", source, medium, pages)
     unit = fields.get("block_size")
     if type(unit) is not int or not 1 <= unit <= 2**24:
         raise TraceError(f"block_size {unit!r:.40} is no number of tokens")
     parent = fields.get("parent_block_hash")
-    return Change(time, "stored", "", medium, pages, None if parent is None else _hash(parent), unit)
+    return Change(time, "stored", "", source, medium, pages, None if parent is None else _hash(parent), unit)
 
 
 def _fields(event: object) -> Fields:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -266,6 +267,20 @@ def test_a_time_that_does_not_fit(tmp_path: Path) -> None:
     )
     with pytest.raises(TraceError, match="request 2: its time does not fit into 32 bits of seconds"):
         convert(open_trace([path]), "oracle-general", tmp_path / "out")
+
+
+def test_memory_is_that_of_the_different_blocks(tmp_path: Path) -> None:
+    """Ten times the requests over the same blocks take no more of it."""
+    most = []
+    for count in (200, 2000):
+        path = tmp_path / f"{count}.jsonl"
+        line = {"input_length": 512 * 40, "output_length": 1, "hash_ids": list(range(40))}
+        path.write_text("".join(json.dumps({"timestamp": at} | line) + "\n" for at in range(count)))
+        tracemalloc.start()
+        converted(path, "kv-cache-tester")
+        most.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert most[1] < most[0] + 2**17
 
 
 def test_names_are_those_of_the_library() -> None:

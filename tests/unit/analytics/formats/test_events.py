@@ -127,6 +127,18 @@ def test_all_blocks_cleared(tmp_path: Path) -> None:
     assert len(from_lines(tmp_path, batch(0, stored([1])), batch(9, stored([1])))) == 1
 
 
+def test_each_rank_computes_for_itself(tmp_path: Path) -> None:
+    """The same prompt at two ranks: the second did not find what the first has, and it is the same prompt."""
+    first, second = batch(0, stored([1, 2])), batch(5, stored([1, 2]))
+    second[2] = 1
+    cleared = batch(9, {"type": "AllBlocksCleared"})
+    assert from_lines(tmp_path, first, second, cleared, batch(20, stored([1])), [*second[:1], second[1], 1]) == [
+        (0.0, [0, 1], 32),
+        (5.0, [0, 1], 32),
+        (20.0, [0], 16),
+    ]
+
+
 def ours(kind: str, at: float, pages: list[str], **more: Any) -> dict[str, Any]:
     event = {"event": kind, "tier": "device", "first_page": 0, "page_hashes": pages, "namespace": "ab", "generation": 1}
     return event | {"parent_hash": None, "number": 1, "timestamp_ms": (ROOT + at) * 1000, "snapshot": False} | more
