@@ -1,8 +1,9 @@
 """What it costs a service to observe itself: the access log, and the memory of what other sizes would hit.
 
-Two services beside each other: one writes the access log and keeps that memory, the other does neither. A client asks
-one and then the other, in turns; each row is a verb's median time at the first, beside that at the second. The ratio is
-the median over the pairs of turns.
+Pairs of services beside each other: one writes the access log and keeps that memory, the other does neither. A client
+asks both in turns, request by request. Each row is a verb's median time at the first, beside that at the second, and
+one is the CPU time of the whole process, its thread that writes included. The ratio is the median over the pairs, each
+of new processes, as two that are the same differ by some percent.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,7 +26,8 @@ NAMESPACE: Final = namespace_of(8192, model="benchmark/model")
 TOKENS: Final = 8192
 PROMPTS: Final = 8
 PAIRS: Final = 10
-REQUESTS: Final = 150
+REQUESTS: Final = 200
+SETTLE: Final = 1.2
 MOST: Final = 1.05
 """Times the verb's median without."""
 
@@ -48,53 +51,63 @@ def fill(cache: ConnectedCache) -> None:
             request.commit()
 
 
-def turn(cache: ConnectedCache) -> dict[str, float]:
-    """Median microseconds of each verb, over requests that are hit."""
-    asked = prompts()
-    taken: dict[str, list[float]] = {"match": [], "lease": [], "load": [], "release": []}
-    for number in range(REQUESTS):
-        tokens = asked[number % PROMPTS]
-        marks = [time.perf_counter()]
-        cache.match(tokens, logits=False)
-        marks.append(time.perf_counter())
-        request = cache.request(tokens, logits=False)
-        marks.append(time.perf_counter())
-        pages = len(request.load())
-        marks.append(time.perf_counter())
-        request.close()
-        marks.append(time.perf_counter())
-        assert pages == TOKENS // NAMESPACE.page_size
-        for name, begin, end in zip(taken, marks, marks[1:], strict=False):
-            taken[name].append(end - begin)
-    return {name: 1e6 * statistics.median(seconds) for name, seconds in taken.items()}
+def cpu(process: int) -> float:
+    """Microseconds of CPU that all threads of a process have had."""
+    threads = Path(f"/proc/{process}/task").iterdir()
+    return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e3
+
+
+def ask(cache: ConnectedCache, tokens: np.ndarray[Any, Any], taken: dict[str, list[float]]) -> None:
+    """One request that is hit, and the seconds of its verbs."""
+    marks = [time.perf_counter()]
+    cache.match(tokens, logits=False)
+    marks.append(time.perf_counter())
+    request = cache.request(tokens, logits=False)
+    marks.append(time.perf_counter())
+    pages = len(request.load())
+    marks.append(time.perf_counter())
+    request.close()
+    marks.append(time.perf_counter())
+    assert pages == TOKENS // NAMESPACE.page_size
+    for name, begin, end in zip(("match", "lease", "load", "release"), marks, marks[1:], strict=False):
+        taken.setdefault(name, []).append(end - begin)
+    taken.setdefault("request", []).append(marks[-1] - marks[0])
+
+
+def pair(number: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Median microseconds of each verb at a service that observes itself, and at one that does not."""
+    with tempfile.TemporaryDirectory(prefix="hc") as folder, ExitStack() as undo:
+        services = []
+        for name in ("on", "off")[:: 1 if number % 2 else -1]:
+            (place := Path(folder, name)).mkdir()
+            program = ("-m", "hicache") if name == "on" else ("-c", BLIND)
+            options = ("--access-log", str(place / "log")) if name == "on" else ()
+            service = ServiceProcess(place, *options, "--log-level", "error", host="128MiB", program=program)
+            undo.enter_context(service)
+            cache = undo.enter_context(hicache.connect(service.address, NAMESPACE, required=True))
+            fill(cache)
+            services.append((name, service, cache))
+        asked = prompts()
+        taken: dict[str, dict[str, list[float]]] = {"on": {}, "off": {}}
+        for at in range(PROMPTS):
+            for _, _, cache in services:
+                ask(cache, asked[at], {})
+        before = {name: cpu(service.process.pid) for name, service, _ in services}
+        for at in range(REQUESTS):
+            for name, _, cache in services[:: 1 if at % 2 else -1]:
+                ask(cache, asked[at % PROMPTS], taken[name])
+        time.sleep(SETTLE)  # the thread that writes has had its turn
+        found = {name: {verb: 1e6 * statistics.median(times) for verb, times in taken[name].items()} for name in taken}
+        for name, service, _ in services:
+            found[name]["cpu"] = (cpu(service.process.pid) - before[name]) / REQUESTS
+    return found["on"], found["off"]
 
 
 def rows() -> list[Row]:
-    on: list[dict[str, float]] = []
-    off: list[dict[str, float]] = []
-    with tempfile.TemporaryDirectory(prefix="hc") as folder:
-        (first := Path(folder, "on")).mkdir()
-        (second := Path(folder, "off")).mkdir()
-        quiet = ("--log-level", "error")
-        with (
-            ServiceProcess(first, "--access-log", str(first / "log"), *quiet, host="128MiB") as observed,
-            ServiceProcess(second, *quiet, host="128MiB", program=("-c", BLIND)) as plain,
-            hicache.connect(observed.address, NAMESPACE, required=True) as seen,
-            hicache.connect(plain.address, NAMESPACE, required=True) as unseen,
-        ):
-            for cache in (seen, unseen):
-                fill(cache)
-                turn(cache)
-            for pair in range(PAIRS):
-                for found, cache in ((on, seen), (off, unseen))[:: 1 if pair % 2 else -1]:
-                    found.append(turn(cache))
+    pairs = [pair(number) for number in range(PAIRS)]
     rows = []
-    for verb in (*on[0], "all four"):
-        with_it, without = (
-            [sum(each.values()) if verb == "all four" else each[verb] for each in found] for found in (on, off)
-        )
-        ratio = statistics.median(one / other for one, other in zip(with_it, without, strict=True))
-        reference = statistics.median(without)
-        name = f"observed_{verb.replace(' ', '_')}"
-        rows.append(row(name, reference * ratio, "us", bar=MOST * reference, reference=reference))
+    for verb in pairs[0][0]:
+        ratio = statistics.median(on[verb] / off[verb] for on, off in pairs)
+        reference = statistics.median(off[verb] for _, off in pairs)
+        rows.append(row(f"observed_{verb}", reference * ratio, "us", bar=MOST * reference, reference=reference))
     return rows
