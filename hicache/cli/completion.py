@@ -78,8 +78,8 @@ def commands(parser: argparse.ArgumentParser) -> Iterator[Command]:
             choices = tuple(map(str, action.choices or ()))
             if action.option_strings:
                 metavar = "" if action.nargs == 0 else str(action.metavar or action.dest.upper())
-                name = next(each for each in action.option_strings if each.startswith("--"))
-                options.append(Option(name, _short(action.help), metavar, choices))
+                long = next(each for each in action.option_strings if each.startswith("--"))
+                options.append(Option(long, _short(action.help), metavar, choices))
             else:
                 words = words or choices
         yield Command(name, _short(helps[name]), tuple(options), words)
