@@ -24,7 +24,7 @@ __all__ = ["HASH_BYTES", "Residency"]
 _log = logging.getLogger("vllm.hicache")
 
 HASH_BYTES: Final = 32
-SLICE: Final = 64
+SLICE: Final = 32
 """Pages that are looked up again with a step: some microseconds."""
 
 TELL_SECONDS: Final = 0.5
