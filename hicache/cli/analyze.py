@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
 
-def add_analysis_arguments(parser: argparse.ArgumentParser) -> None:
+def add_analysis_arguments(parser: argparse._ActionsContainer) -> None:
     """What is to be told of a trace."""
     parser.add_argument(
         "--sizes", metavar="PAGES,...", help="cache sizes of the miss-ratio curve (default: 20 on a logarithmic scale)"

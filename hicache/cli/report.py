@@ -54,11 +54,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="the same as --format json")
     parser.add_argument("--timeout", default="10", metavar="SECONDS", help="for one call to a service (default: 10)")
-    add_trace_arguments(parser, format_option="--trace-format")
-    parser.add_argument("--each", action="store_true", help="tell of each file of a folder too")
-    add_analysis_arguments(parser)
-    add_setting_arguments(parser, several=True, but=frozenset({"token_bytes"}))
-    parser.add_argument("--jobs", metavar="N", help="processes of a sweep (default: one a core)")
+    add_trace_arguments(parser.add_argument_group("how traces are read"), format_option="--trace-format")
+    told = parser.add_argument_group("what is told of traces")
+    told.add_argument("--each", action="store_true", help="tell of each file of a folder too")
+    add_analysis_arguments(told)
+    tiers = parser.add_argument_group(
+        "tiers that traces are simulated with", "Any of these but costs asks for it, several values for a sweep."
+    )
+    add_setting_arguments(tiers, several=True, but=frozenset({"token_bytes"}))
+    tiers.add_argument("--jobs", metavar="N", help="processes of a sweep (default: one a core)")
     add_secret_arguments(parser)
 
 

@@ -76,8 +76,10 @@ def add_simulation_arguments(parser: argparse.ArgumentParser, *, several: bool) 
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
 
-def add_setting_arguments(parser: argparse.ArgumentParser, *, several: bool, but: frozenset[str] = frozenset()) -> None:
-    """Settings and costs, without those named in `but`, which the parser has already."""
+def add_setting_arguments(
+    parser: argparse._ActionsContainer, *, several: bool, but: frozenset[str] = frozenset()
+) -> None:
+    """Settings and costs, to a parser or a group of one, without those named in `but`, which it has already."""
     parser.add_argument("--config", type=Path, metavar="FILE", help="settings in TOML by these options' names, with _")
     more = ",..." if several else ""
     for name, metavar, text, default in _SETTINGS:

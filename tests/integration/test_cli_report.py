@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import threading
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -138,7 +139,6 @@ def test_a_service_tells_what_stats_and_prometheus_tell(tmp_path: Path, capsys: 
                 request.load()
                 request.write_from([bytes(cache.host.page_bytes)] * len(request.allocate()))
                 request.commit(ready=hicache.READY)
-        cache.close()
         found = as_json(capsys, "--address", service.address)
         assert main(["stats", service.address, "--json"]) == 0
         (pool,) = json.loads(capsys.readouterr().out)["pools"]
@@ -146,6 +146,8 @@ def test_a_service_tells_what_stats_and_prometheus_tell(tmp_path: Path, capsys: 
             lines = [line.rsplit(" ", 1) for line in page.read().decode().splitlines() if line[:8] == "hicache_"]
         both = as_json(capsys, "--address", service.address, "--address", service.address)
         assert main(["report", "--address", service.address, "--out", str(tmp_path / "r.html")]) == 0
+        see_that_it_lies_between(service.address, cache, capsys)
+        cache.close()
     tokens, metrics = pool["statistics"]["tokens"], {name: float(value) for name, value in lines}
     plots = {plot["key"]: plot for section in found["sections"] for plot in section["plots"]}
     rows = {row[0]: int(row[1].replace(",", "")) for row in plots["tokens-sum"]["table"]["rows"]}
@@ -164,6 +166,39 @@ def test_a_service_tells_what_stats_and_prometheus_tell(tmp_path: Path, capsys: 
         assert total(metrics, "what_if_missed_pages_total", 'tier="host"', size) == point["missed_pages"]
     assert keys(both)[0] == "difference"
     assert "B hits" in both["sections"][0]["text"][0]
+
+
+def see_that_it_lies_between(address: str, cache: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """Under load: no count is below that of an earlier `hicache stats`, or above that of a later one."""
+    stop, busy = threading.Event(), threading.Event()
+
+    def work() -> None:
+        number = 0
+        while not stop.is_set():
+            number += 1
+            with cache.request(np.arange(number % 7, number % 7 + 64, dtype=np.uint32)) as request:
+                request.load()
+            busy.set()
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    looks = []
+    try:
+        for command in (["stats", address], ["report", "--address", address], ["stats", address]):
+            busy.clear()
+            assert busy.wait(30)
+            assert main([*command, "--json"]) == 0
+            found = json.loads(capsys.readouterr().out)
+            document = found["sources"][0]["documents"]["stats"] if "sources" in found else found
+            tokens = document["pools"][0]["statistics"]["tokens"]
+            missed = [tokens["missed"].get(name, 0) for name in ("cold", "evicted")]
+            looks.append([tokens["asked"], tokens["host"], *missed])
+    finally:
+        stop.set()
+        worker.join()
+    before, told, after = looks
+    assert before[0] < told[0] < after[0]
+    assert all(a <= b <= c for a, b, c in zip(before, told, after, strict=True))
 
 
 def total(metrics: dict[str, float], name: str, *labels: str) -> float:
