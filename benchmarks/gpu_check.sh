@@ -37,18 +37,39 @@ prepare() {
         echo "gpu_check: wheels for Python $version are in $WHEELS: copy this folder to the GPU's machine"
 }
 
-# Packages that are missing, from the wheels beside this script. numpy, cupy and torch are the machine's own.
+# Wheels that are to be installed: of packages that the machine lacks, and those that run the tests, whose versions
+# matter. numpy, cupy and torch are the machine's own, so nothing is ever looked up for them.
+wanted() {
+    "$PYTHON" - "$WHEELS" <<'END'
+import importlib.metadata, pathlib, sys
+
+tests = {"pytest", "pluggy", "iniconfig", "pygments", "packaging", "hypothesis", "sortedcontainers"}
+for wheel in sorted(pathlib.Path(sys.argv[1]).glob("*.whl")):
+    name = wheel.name.partition("-")[0]
+    try:
+        importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError:
+        tests.add(name)
+    if name in tests:
+        print(wheel)
+END
+}
+
 install() {
-    local missing=()
-    for name in msgspec xxhash grpc:grpcio google.protobuf:protobuf pytest hypothesis cuda.bindings:cuda-bindings; do
-        "$PYTHON" -c "import ${name%%:*}" 2>/dev/null || missing+=("${name##*:}")
-    done
-    # hicache itself too, as what is found by entry points (storage) needs an installed package.
-    "$PYTHON" -c "import importlib.metadata as m; m.distribution('hicache')" 2>/dev/null || missing+=(hicache)
-    [ "${#missing[@]}" -eq 0 ] && return 0
-    if ! "$PYTHON" -m pip install --quiet --no-index --no-warn-conflicts --find-links "$WHEELS" --target "$SITE" \
-        --upgrade "${missing[@]}"; then
-        echo "gpu_check: ${missing[*]} not here and not in $WHEELS: run \`$0 prepare\` where there is a network" >&2
+    local wheels
+    if [ ! -f "$SITE/.installed" ]; then
+        mapfile -t wheels < <(wanted)
+        if [ "${#wheels[@]}" -gt 0 ]; then
+            "$PYTHON" -m pip install --quiet --no-index --no-deps --upgrade --target "$SITE" "${wheels[@]}" || return 1
+        fi
+    fi
+    # hicache itself is installed too, as what is found by entry points (storage) needs that; the code is this folder's.
+    local said
+    if said="$("$PYTHON" -c "import msgspec, xxhash, grpc, google.protobuf, pytest, hypothesis, numpy
+import importlib.metadata; importlib.metadata.distribution('hicache')" 2>&1)"; then
+        mkdir -p "$SITE" && touch "$SITE/.installed"
+    else
+        echo "gpu_check: ${said##*$'\n'}, and not in $WHEELS: run '$0 prepare' where there is a network" >&2
         return 1
     fi
 }

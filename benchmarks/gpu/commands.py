@@ -22,12 +22,11 @@ def tests(machine: Machine, seconds: float) -> dict[str, Any]:
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=seconds, cwd=ROOT)
     counts = {word: int(count) for count, word in re.findall(r"(\d+) (passed|failed|skipped|error)", done.stdout)}
     passed = counts.get("passed", 0) > 0 or machine.fake
-    return {
-        "ok": done.returncode == 0 and passed,
-        "counts": counts,
-        "exit": done.returncode,
-        "said": "" if done.returncode == 0 else done.stdout[-4000:],
-    }
+    found = {"ok": done.returncode == 0 and passed, "counts": counts, "exit": done.returncode}
+    if not found["ok"]:
+        said = (done.stderr + done.stdout).strip()
+        found |= {"said": said[-4000:], "error": said.rpartition("\n")[2]}
+    return found
 
 
 def sanitizer(machine: Machine, seconds: float) -> dict[str, Any]:
