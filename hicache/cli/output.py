@@ -92,7 +92,8 @@ def _rich_bar(title: str, stream: TextIO) -> Iterator[Progress]:
 
     with RichProgress(console=Console(file=stream), transient=True) as bar:
         task = bar.add_task(title, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+        # What is piped in has no end that is known.
+        yield lambda done, total: bar.update(task, completed=done, total=total or None)
 
 
 def _plain_bar(title: str, stream: TextIO) -> Iterator[Progress]:

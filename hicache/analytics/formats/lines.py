@@ -10,7 +10,17 @@ import msgspec
 
 from hicache.analytics.packing import DamagedFile
 from hicache.analytics.sources import Packed, Source
-from hicache.analytics.trace import MAX_LINE, Ids, Interner, Reading, TraceRequest, bad_entry, in_words, pack_ids
+from hicache.analytics.trace import (
+    ID_LIMIT,
+    MAX_LINE,
+    Ids,
+    Interner,
+    Reading,
+    TraceRequest,
+    bad_entry,
+    in_words,
+    pack_ids,
+)
 from hicache.errors import TraceError
 
 MAX_SKIPPED: Final = 16
@@ -41,6 +51,8 @@ class Reader:
         self._interner = interner
         self._scope = "" if interner is None else str(path)
         self._consumed = 0
+        self._most = 0  # the largest id that is used as it is
+        self._large: dict[int, int] = {}
 
     @property
     def bytes_read(self) -> int:
@@ -77,7 +89,22 @@ class Reader:
 
     def _ids(self, scope: str, ids: Sequence[int]) -> Ids:
         """Ids of a scope as numbers of this trace."""
-        return pack_ids(list(ids) if self._interner is None else self._interner.translate(scope, ids))
+        if self._interner is not None:
+            return pack_ids(self._interner.translate(scope, ids))
+        most = max(ids, default=0)
+        if most < ID_LIMIT - len(self._large):
+            self._most = max(self._most, most)
+            return pack_ids(list(ids))
+        return pack_ids(self._folded(ids))
+
+    def _folded(self, ids: Sequence[int]) -> list[int]:
+        """Numbers of 32 bits: ids that fit are what they are, larger ones are counted from the largest down."""
+        large = self._large
+        found = [name if name < ID_LIMIT else ID_LIMIT - 1 - large.setdefault(name, len(large)) for name in ids]
+        self._most = max(self._most, *(name for name in (*ids, 0) if name < ID_LIMIT))
+        if self._most >= ID_LIMIT - len(large):
+            raise TraceError(f"ids up to {self._most} and others above {ID_LIMIT} cannot be told apart in 32 bits")
+        return found
 
     def _lines(self, file: BinaryIO) -> Iterator[bytes]:
         """Lines; of one that is too long only the beginning, which cannot pass for a whole one."""
