@@ -17,6 +17,9 @@ from hicache.errors import TraceError
 WALL: Final = 1e8
 """Seconds from which on a time is of a wall clock (in 1973): no trace counts from its own begin for three years."""
 
+KNOWN: Final = ".known.json"
+"""Ends the name of what `hicache synth` writes beside a trace, which is none."""
+
 _HEAD: Final = 64 * 1024  # bytes that detection looks at
 _SUFFIXES: Final = (".json", ".jsonl", ".ndjson", ".csv", ".bin", ".msgpack")
 _PACKED: Final = ("", ".gz", ".bz2", ".xz", ".zst")
@@ -225,6 +228,8 @@ def _expand(path: Path) -> list[Path]:
 
 def _is_trace(file: Path) -> bool:
     name = file.name.lower()
+    if name.endswith(KNOWN):
+        return False
     return any(name.endswith(suffix + packed) for suffix in _SUFFIXES for packed in _PACKED)
 
 

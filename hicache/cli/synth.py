@@ -103,6 +103,7 @@ def run(options: argparse.Namespace) -> int:
     """Make it, say what is known of it, and return the exit code."""
     from hicache.analytics.convert.files import new_file
     from hicache.analytics.synth.run import make
+    from hicache.analytics.traces import KNOWN
     from hicache.cli.main import EXIT_FINE, EXIT_INTERRUPTED
 
     choice("--to", options.to, FORMS)
@@ -125,7 +126,7 @@ def run(options: argparse.Namespace) -> int:
         warn("interrupted; nothing was written")
         return EXIT_INTERRUPTED
     document |= {"known": making.known.document()}
-    place = options.known or (None if piped else options.out.with_name(f"{options.out.name}.known.json"))
+    place = options.known or (None if piped else options.out.with_name(options.out.name + KNOWN))
     if place is not None:
         with new_file(place) as (file, finish):
             file.write(json.dumps(document, indent=2, allow_nan=False).encode() + b"\n")

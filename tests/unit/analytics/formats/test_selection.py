@@ -188,6 +188,7 @@ def test_an_xz_file_cannot_ask_for_any_memory(tmp_path: Path, monkeypatch: pytes
 def test_a_folder_has_traces_of_any_kind(tmp_path: Path, trace: Path) -> None:
     (tmp_path / "more.jsonl.gz").write_bytes(gzip.compress(TEXT))
     (tmp_path / "notes.txt").write_text("not a trace")
+    (tmp_path / "trace.jsonl.known.json").write_text("{}")
     assert len(times(tmp_path)) == 20
 
 
