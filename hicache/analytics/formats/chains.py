@@ -69,9 +69,10 @@ class Chains:
             if page not in self._parents:
                 # A page whose parent was never told of begins a chain, so no chain leads back into itself.
                 self._parents[page] = before if before in self._parents else None
-            if (change.source, page) not in self._held:
-                computed = True
-            self._held.setdefault((change.source, page), set()).add(change.medium)
+            held = self._held.setdefault((change.source, page), set())
+            # Held elsewhere, it is a copy; held here already, it was computed once more, as engines do with the last.
+            computed = computed or not held or change.medium in held
+            held.add(change.medium)
             before = tip = page
         if computed and not change.told and tip is not None:
             self._grow(change, first, tip, unit, place)

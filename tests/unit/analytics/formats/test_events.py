@@ -122,9 +122,28 @@ def test_other_groups_and_kinds_are_passed_over(tmp_path: Path) -> None:
 
 
 def test_all_blocks_cleared(tmp_path: Path) -> None:
-    cleared = {"type": "AllBlocksCleared"}
-    assert len(from_lines(tmp_path, batch(0, stored([1])), batch(5, cleared), batch(9, stored([1])))) == 2
-    assert len(from_lines(tmp_path, batch(0, stored([1])), batch(9, stored([1])))) == 1
+    cleared, copy = {"type": "AllBlocksCleared"}, stored([1], None, "CPU")
+    assert len(from_lines(tmp_path, batch(0, stored([1])), batch(5, cleared), batch(9, copy))) == 2
+    assert len(from_lines(tmp_path, batch(0, stored([1])), batch(9, copy))) == 1
+
+
+def test_an_engine_computes_a_last_page_again(tmp_path: Path) -> None:
+    """It needs what follows the last token, also where all pages are there: the request is seen by that."""
+    again = batch(9, stored([3], 2))
+    assert from_lines(tmp_path, batch(0, stored([1, 2, 3])), again) == [(0.0, [0, 1, 2], 48), (9.0, [0, 1, 2], 48)]
+
+
+def test_what_vllm_published(repository: Path) -> None:
+    """Of vLLM 0.32 itself, blocks of 32 tokens: 128 tokens and 64 of two kinds, the first once more, and 100 others."""
+    found = list(Opening().open([repository / "tests" / "data" / "vllm-0.32-kv-events.msgpack"]))
+    assert [request.ids.tolist() for request in found] == [
+        [0, 1, 2, 3, 4, 5],
+        [0, 1, 2, 3, 6, 7],
+        [0, 1, 2, 3, 4, 5],
+        [0, 1, 2, 3, 8, 9, 10],
+    ]
+    assert {request.unit for request in found} == {32}
+    assert [round(request.time) for request in found] == [0, 3, 5, 8]
 
 
 def test_each_rank_computes_for_itself(tmp_path: Path) -> None:
@@ -132,7 +151,7 @@ def test_each_rank_computes_for_itself(tmp_path: Path) -> None:
     first, second = batch(0, stored([1, 2])), batch(5, stored([1, 2]))
     second[2] = 1
     cleared = batch(9, {"type": "AllBlocksCleared"})
-    assert from_lines(tmp_path, first, second, cleared, batch(20, stored([1])), [*second[:1], second[1], 1]) == [
+    assert from_lines(tmp_path, first, second, cleared, batch(20, stored([1]))) == [
         (0.0, [0, 1], 32),
         (5.0, [0, 1], 32),
         (20.0, [0], 16),
