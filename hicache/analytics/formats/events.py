@@ -5,10 +5,10 @@ the other: batches `[time, [events], rank]` or maps of `ts` and `events`; of `Bl
 `parent_block_hash`, `block_size`, `medium` and `group_idx`, of `BlockRemoved` `block_hashes` and `medium`, and
 `AllBlocksCleared`; as maps with `type` or as arrays. And what `hicache events --json` prints.
 
-A page that comes to whoever holds it nowhere, or in the same medium already, was computed, for a request whose prompt is
-its whole chain; else it is a copy. Pages behind the last one of a chain that comes within `GROWING` seconds belong to the
-same request: its prefill goes on, or it is decoding. Requests that found all of their prompt may store nothing, so that
-they are not seen: hits are a lower bound.
+A page that comes to whoever holds it nowhere, or in the same medium already, was computed, for a request whose prompt
+is its whole chain; else it is a copy. Pages behind the last one of a chain that come within `GROWING` seconds belong to
+the same request: its prefill goes on, or it is decoding. Requests that found all of their prompt may store nothing, so
+that they are not seen: hits are a lower bound.
 """
 
 from __future__ import annotations
