@@ -21,7 +21,7 @@ splitting loses nothing; what is shorter than a larger block is no common begin 
 it is written, or not at all.
 
   hicache convert sessions/ --to mooncake --out sessions.jsonl
-  hicache convert dynamo-trace.*.jsonl.gz --to bailian --out - | gzip > trace.jsonl.gz
+  hicache convert dynamo-trace.*.jsonl.gz --to bailian --out trace.jsonl.gz
 """
 
 
@@ -31,7 +31,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add_trace_paths(parser)
     parser.add_argument("--to", required=True, metavar="FORMAT", help=f"one of {', '.join(TARGETS)}")
-    parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="the new file; - is standard output")
+    parser.add_argument(
+        "--out",
+        required=True,
+        type=Path,
+        metavar="FILE",
+        help="the new file, compressed if it ends with .gz, .bz2 or .xz; - is standard output",
+    )
     parser.add_argument(
         "--to-unit",
         metavar="TOKENS",

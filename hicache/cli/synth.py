@@ -80,7 +80,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options."""
     parser.epilog = _EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="the trace; - is standard output")
+    parser.add_argument(
+        "--out",
+        required=True,
+        type=Path,
+        metavar="FILE",
+        help="the trace, compressed if it ends with .gz, .bz2 or .xz; - is standard output",
+    )
     parser.add_argument("--known", type=Path, metavar="FILE", help="what is known of it (default: FILE.known.json)")
     parser.add_argument(
         "--to", default="mooncake", metavar="FORMAT", help=f"one of {', '.join(FORMS)} (default: mooncake)"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import json
+import lzma
 import os
 import tracemalloc
 from pathlib import Path
@@ -256,6 +259,39 @@ def test_places_that_cannot_be_written(tmp_path: Path, small_trace: Path) -> Non
         convert(open_trace([small_trace]), "csv", small_trace)
     with pytest.raises(InvalidInput, match=r"--out .*: No such file or directory; name a file in a folder"):
         convert(open_trace([small_trace]), "csv", tmp_path / "nowhere" / "out")
+
+
+@pytest.mark.parametrize(("suffix", "unpack"), [("gz", gzip.open), ("bz2", bz2.open), ("xz", lzma.open)])
+def test_files_are_compressed_as_their_names_say(tmp_path: Path, suffix: str, unpack: Any) -> None:
+    path = session(tmp_path / "in.json", [(0, "", [1, 2], 0, False, 1)])
+    for _ in range(2):
+        out = tmp_path / f"out.csv.{suffix}"
+        assert convert(open_trace([path]), "csv", out) is not None
+        with unpack(out) as file:
+            assert file.read() == b"time,obj_id,obj_size\n0,0,16\n0,1,16\n"
+    assert sorted(os.listdir(tmp_path)) == ["in.json", out.name]
+    with pytest.raises(InvalidInput, match=r"zstd is only read here; write to - and pipe it"):
+        convert(open_trace([path]), "csv", tmp_path / "out.zst")
+
+
+def test_folders_links_and_pipes(tmp_path: Path) -> None:
+    """A folder is refused, a link stays one, and what is no regular file is written to instead of replaced."""
+    path = session(tmp_path / "in.json", [(0, "", [1, 2], 0, False, 1)])
+    with pytest.raises(InvalidInput, match="is a folder; name a file in it"):
+        convert(open_trace([path]), "csv", tmp_path)
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    convert(open_trace([path]), "csv", tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "real").read_text().startswith("time,")
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        convert(open_trace([path]), "csv", tmp_path / "pipe")
+        assert os.read(reader, 1000).startswith(b"time,")
+    finally:
+        os.close(reader)
+    assert convert(open_trace([path]), "csv", Path(os.devnull)) is not None
+    assert Path(os.devnull).is_char_device()
 
 
 def test_a_time_that_does_not_fit(tmp_path: Path) -> None:
