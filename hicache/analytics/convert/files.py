@@ -87,7 +87,7 @@ def _temporary(place: Path | None, beside: list[str]) -> Any:
     """A file beside a place, or anywhere; its name is added to those that are to be removed."""
     file = tempfile.NamedTemporaryFile(  # noqa: SIM115  the caller closes it
         dir=None if place is None else place.parent,
-        prefix=".hicache." if place is None else f".{place.name}.",
+        prefix=".hicache." if place is None else f".{place.name[:100]}.",
         suffix=".part",
         delete=False,
     )
