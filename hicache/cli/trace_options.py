@@ -28,9 +28,6 @@ FORMATS: Final = (
 )
 """What --format takes. The formats themselves are in `hicache.analytics.formats`, which is not loaded for --help."""
 
-NAMES: Final = ("format", "unit", "columns", "limit", "since", "until", "skip_bad")
-"""Of the options, as argparse has them."""
-
 _MOST_UNIT: Final = 2**24
 _UNITS: Final = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 _DURATION: Final = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,9})?)([smhd]?)")
