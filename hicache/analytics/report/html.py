@@ -18,8 +18,10 @@ from hicache.analytics.report.words import shown, visible
 __all__ = ["to_html"]
 
 _LONG: Final = 100_000
+_LONG_FIGURE: Final = 18  # letters of an answer that no longer fit one line in large type
 _BESIDE: Final = 6  # columns of a table up to which it has room beside its plot
 _OPTION: Final = re.compile(r"(?<![\w-])(--[a-z][a-z-]*)")
+_CODE: Final = re.compile("`([^`<>]{1,200})`")
 
 
 def to_html(report: Report) -> str:
@@ -92,7 +94,7 @@ def _answer(answer: Answer, *, several: bool) -> Iterator[str]:
     yield f'<div class="answer"><h2>{_text(answer.question)}</h2>'
     for letter, figure in zip("AB", answer.figures, strict=False):
         mark = f"<small>{letter}</small>" if several else ""
-        yield f'<span class="figure">{mark}{_text(figure)}</span>'
+        yield f'<span class="figure{" long" * (len(figure) > _LONG_FIGURE)}">{mark}{_text(figure)}</span>'
     yield from (f"<p>{_sentence(line)}</p>" for line in answer.text)
     yield "</div>"
 
@@ -197,8 +199,8 @@ def _data(value: Any) -> str:
 
 
 def _sentence(text: str) -> str:
-    """Words in which no option is broken at its dashes."""
-    return _OPTION.sub(r'<span class="option">\1</span>', _text(text, _LONG))
+    """Words in which no option is broken at its dashes, and what is in backticks is code."""
+    return _CODE.sub(r"<code>\1</code>", _OPTION.sub(r'<span class="option">\1</span>', _text(text, _LONG)))
 
 
 def _text(text: str, most: int = 300) -> str:

@@ -17,7 +17,28 @@ _GUTTER: Final = 0.07
 """Share of a logarithmic scale that 0 has for itself."""
 
 _STEPS: Final = (1.0, 2.0, 5.0, 10.0)
-_SECONDS: Final = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10_800, 21_600, 43_200, 86_400)
+_FINE: Final = tuple(part * 10.0**power for power in range(-6, 0) for part in (1, 2, 5))
+_SECONDS: Final = (
+    1,
+    2,
+    5,
+    10,
+    15,
+    30,
+    60,
+    120,
+    300,
+    600,
+    900,
+    1800,
+    3600,
+    7200,
+    10_800,
+    21_600,
+    43_200,
+    86_400,
+    864_000,
+)
 _FEW: Final = 8  # values so few that each of them has a tick
 _TIMES: Final = (1e-6, 1e-5, 1e-4, 1e-3, 0.01, 0.1, 1.0, 10.0, 60.0, 600.0, 3600.0, 36_000.0, 86_400.0, 864_000.0)
 _UNITS: Final = ((86_400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
@@ -98,7 +119,7 @@ def _logarithmic(axis: Axis, values: Sequence[float], *, zero: bool, ticks: int)
     if axis.form == "seconds":
         known = [time for time in _TIMES if least <= time <= most]
         if len(known) < 3:
-            known = [float(time) for time in sorted({*_TIMES, *_SECONDS}) if least <= time <= most]
+            known = [float(time) for time in (*_FINE, *_SECONDS) if least <= time <= most]
     else:
         known = [10.0**power for power in range(ceil(log10(least) - 1e-9), floor(log10(most) + 1e-9) + 1)]
         if len(known) < 3:
