@@ -53,7 +53,7 @@ def test_a_dry_run_goes_through_a_part_leaves_its_result_and_does_not_repeat_it(
     result = json.loads((tmp_path / "gpu-overlap.json").read_text())
     assert result["ok"]
     assert result["device"]["fake"]
-    assert [row["method"] for row in result["hidden"]] == ["auto", "plain", "batch", "kernel"]
+    assert [row["method"] for row in result["hidden"]] == ["auto", "kernel"]
     assert "# A dry run without a GPU: its times mean nothing" in (tmp_path / "gpu.md").read_text()
     again = script(repository, "--dry-run", "overlap", OUT=str(tmp_path))
     assert f"overlap: done already, see {tmp_path}/gpu-overlap.json" in again.stdout

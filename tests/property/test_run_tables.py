@@ -135,12 +135,18 @@ class Host:
             offset = case.host_gap if at % 2 else 0
             self.parts.append(HostPart(memory.ctypes.data, SLOTS, memory.strides[0], (Run(start, offset, length),)))
 
-    def byte(self, slot: int, offset: int) -> tuple[Bytes, int]:
-        """The memory and the index in its slot of one byte of a page."""
+    def page(self, slot: int) -> Bytes:
+        """A copy of one canonical page."""
+        return np.concatenate([self._piece(at, slot) for at in range(len(self.runs))])
+
+    def put(self, slot: int, page: Bytes) -> None:
+        """Write one canonical page."""
         for at, (start, length) in enumerate(self.runs):
-            if start <= offset < start + length:
-                return self.memories[at][slot], self.parts[at].runs[0].slot_offset + offset - start
-        raise AssertionError(offset)
+            self._piece(at, slot)[:] = page[start : start + length]
+
+    def _piece(self, at: int, slot: int) -> Bytes:
+        offset = self.parts[at].runs[0].slot_offset
+        return self.memories[at][slot, offset : offset + self.runs[at][1]]
 
 
 def runs_of(case: Case, device: Device, host: Host) -> PageRuns:
@@ -196,15 +202,15 @@ def test_a_table_moves_exactly_the_rows_of_the_reference(case: Case, data: st.Da
     tokens = case.tokens // case.parts
     wanted = (range(*(layers or (0, page.layers))), range(*(groups or (0, page.head_groups))))
     for at, host_slot in enumerate(host_slots):
+        page_bytes = kept.page(host_slot)
         for offset, layer, plane, token, head in each_row(case, *wanted):
             part, inside = divmod(token, tokens) if case.layout != "opaque" else (0, 0)
             row = model.row(device_slots[at * case.parts + part], layer, plane, inside, head)
-            for byte in range(page.row_bytes):
-                slot, index = kept.byte(host_slot, offset + byte)
-                if up:
-                    row[byte] = slot[index]
-                else:
-                    slot[index] = row[byte]
+            if up:
+                row[:] = page_bytes[offset : offset + page.row_bytes]
+            else:
+                page_bytes[offset : offset + page.row_bytes] = row
+        kept.put(host_slot, page_bytes)
 
     table = runs.table(
         np.array(device_slots, np.int64),

@@ -17,7 +17,7 @@ from hicache.testing.clock import ManualClock
 from hicache.testing.cuda import FakeCuda
 from hicache.testing.cudacopy import KERNELS, copy_runs
 
-LENGTHS = (256, 4096, 65536)
+LENGTHS = (1024, 8192, 65536)
 
 
 class Timed(Executor):
@@ -75,12 +75,12 @@ def test_each_length_gets_what_was_fastest_for_it() -> None:
     assert [name for _, name in choice.up] == ["kernel", "batch"]
     assert choice.down == choice.up
     assert choice.up[0][0] == 0
-    assert 256 < choice.up[1][0] <= 65536
+    assert 1024 < choice.up[1][0] <= 65536
     assert choice.method(1, to_device=True) == "kernel"
     assert choice.method(1 << 30, to_device=False) == "batch"
     assert len(choice.rates) == 3 * 3 * 2
     assert choice.notes == ()
-    best = max((rate for rate in choice.rates if rate.run_bytes == 256), key=lambda rate: rate.bytes_per_second)
+    best = max((rate for rate in choice.rates if rate.run_bytes == 1024), key=lambda rate: rate.bytes_per_second)
     assert best.method == "kernel"
 
 
@@ -118,7 +118,7 @@ def test_the_kernel_must_be_clearly_faster_as_it_takes_multiprocessors() -> None
 
 def test_measuring_ends_in_time_and_the_nearest_length_decides_the_rest() -> None:
     choice = chosen(lambda name, _runs, _total: {"plain": 2.0, "batch": 1.0, "kernel": 3.0}[name], seconds=1.0)
-    assert {rate.run_bytes for rate in choice.rates} == {256}
+    assert {rate.run_bytes for rate in choice.rates} == {1024}
     assert {rate.to_device for rate in choice.rates} == {True}
     assert choice.up == ((0, "batch"),)
     assert choice.down == ((0, "batch"),)
