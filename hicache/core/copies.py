@@ -63,7 +63,8 @@ class Copies:
             table = self.registry.tables[tier]
             fresh = table.pin(slots)
             if len(fresh):
-                resident = table.count(fresh, RESIDENT)
+                # What is attached and does not fill is resident.
+                resident = table.count(fresh, RESIDENT) if tree.filling[tier] else len(fresh)
                 table.pinned += resident
                 tree.pinned[tier] += resident
         return PinSet(tier, tree, slots, base)
@@ -86,7 +87,7 @@ class Copies:
         loose = table.unpin(slots)
         if not len(loose):
             return
-        resident = table.count(loose, RESIDENT)
+        resident = table.count(loose, RESIDENT) if table.unsettled else len(loose)
         gone = NO_SLOTS if resident == len(loose) else loose[table.state[loose] == QUARANTINED]
         if len(gone):
             table.reclaim(gone)

@@ -119,11 +119,9 @@ class Candidates:
 
     def file(self, node: Node) -> None:
         """Make it a candidate if it is one. Cheap, harmless when repeated."""
-        if not self.is_candidate(node):
-            return
         tier = self.tier
         dirty = self.is_dirty(node)
-        if node.filed[tier] and node.filed_dirty[tier] == dirty:
+        if (node.filed[tier] and node.filed_dirty[tier] == dirty) or not self.is_candidate(node):
             return
         heap = self._heaps[dirty]
         if len(heap) >= self._bounds[dirty]:

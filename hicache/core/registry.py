@@ -165,8 +165,10 @@ class Registry:
 
     def recount(self, node: Node) -> None:
         """Bring the counts up to date after the node's pages, beliefs or place have changed."""
-        self.count_stubs(node)
-        self.count_protected(node)
+        if node.believed or node.stubs:
+            self.count_stubs(node)
+        if self.protected is not None:
+            self.count_protected(node)
 
     # ---- pages that are protected
 
@@ -191,7 +193,7 @@ class Registry:
 
     def count_stubs(self, node: Node) -> None:
         """Bring `node.stubs` and the total up to date after its beliefs or slots have changed."""
-        if not (node.believed or node.stubs) or not node.tree.live:
+        if not node.tree.live or not (node.believed or node.stubs):
             return
         stubs = max(0, node.believed - node.held) if node.alive else 0
         if stubs != node.stubs:

@@ -149,6 +149,11 @@ class SlotTable:
         """RESIDENT slots that nothing pins. Exact, because what a tier holds is closed under prefixes."""
         return self.counts[RESIDENT] - self.pinned
 
+    @property
+    def unsettled(self) -> int:
+        """Slots that may be pinned and are not RESIDENT, beside those of requests."""
+        return self.counts[FILLING] + self.counts[QUARANTINED]
+
     def pin(self, slots: Slots) -> Slots:
         """Pin a part of a chain once more. Returns those of the slots that nothing pinned before.
 

@@ -127,7 +127,8 @@ class TransferLog:
         transfer.completed = True
         good = results.count(PageResult.OK)
         self.pages[transfer.kind, True] += good
-        self.pages[transfer.kind, False] += transfer.count - good
+        if good < transfer.count:
+            self.pages[transfer.kind, False] += transfer.count - good
         filled: list[Node] = []
         if transfer.orphaned and transfer.kind is not TransferKind.FETCH:
             pass  # another STORAGE may be attached by now, of which this says nothing

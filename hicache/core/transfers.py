@@ -42,6 +42,9 @@ class TransferKind(Enum):
         self.is_engines = source is None
 
 
+_NOTHING = Match()
+
+
 class PinSet:
     """A root-prefix of one tier as it stood in a tree, pinned.
 
@@ -209,7 +212,7 @@ class Lease:
         self.prompt = prompt
         self.limit = limit
         self.priority = priority
-        self.match = Match()
+        self.match = _NOTHING
         self.usable = 0
         self.start: int | None = None
         self.own: Slots = NO_SLOTS
