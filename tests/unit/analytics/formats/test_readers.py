@@ -235,6 +235,11 @@ def test_every_format_is_told_from_the_others() -> None:
     assert {name: format_of(head) for name, head in SAMPLES.items()} == {name: name for name in SAMPLES}
 
 
+def test_every_format_is_in_the_documentation(repository: Path) -> None:
+    text = (repository / "hicache" / "analytics" / "README.md").read_text()
+    assert [name for name in FORMATS if f"| `{name}` |" not in text] == []
+
+
 @pytest.mark.parametrize(
     "head",
     [b"\x80\x04\x95\x10\x00\x00\x00\x00\x00\x00\x00", bytes(range(256)), b"\x7fELF\x02\x01\x01" + bytes(57), b"a,b\n"],
