@@ -120,6 +120,10 @@ def _whole(service: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         ended = f"{leases['ended']:,} ended ones keep {leases['quarantined_slots']:,} slots"
         yield "leases", f"{leases['open']:,} open, {ended}"
         yield "pins", f"{pins['pins']:,} with {pins['slots']:,} slots"
+    if log := service.get("access_log"):
+        shares = (("written", "written"), ("waiting", "waiting"), ("left_out", "left out"), ("dropped", "lost"))
+        counts = ", ".join(f"{log[key]:,} {word}" for key, word in shares if log[key] or key == "written")
+        yield "access log", f"{counts}, {format_size(log['bytes'])} in {log['folder']}"
     for text in service["degraded"]:
         yield "degraded", text
 

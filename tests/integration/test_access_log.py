@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import json
 import os
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -228,6 +229,8 @@ def test_a_service_and_the_commands(tmp_path: Path, capsys: pytest.CaptureFixtur
             assert main(["stats", service.address, "--json"]) == 0
             told = json.loads(capsys.readouterr().out)["service"]["access_log"]
             assert told["requests"] == 3
+            assert main(["stats", service.address]) == 0
+            assert re.search(rf"access log +0 written, 3 waiting, .* in {folder}", capsys.readouterr().out)
             if life:
                 service.kill()  # what it had not written by then is lost, and nothing else
                 left = min(folder.iterdir())
