@@ -27,6 +27,8 @@ Expected = Callable[..., list[int]]
 
 BUDGET = 1.0
 PATIENCE = 30.0
+PLUGIN = Path(__file__).parent / "plugin"
+"""Has `frozen://`, a folder whose reads hang while a FIFO lies at `gate`."""
 
 
 class Service:
@@ -34,12 +36,14 @@ class Service:
 
     def __init__(self, folder: Path, *, host: str = "64MiB", storage: str | None = None) -> None:
         self.address = f"unix://{folder}/service.sock"
+        self.gate = folder / "gate"
         self._command = [sys.executable, "-m", "hicache", "serve", "--listen", self.address, "--host", host]
         self._command += ["--storage", storage] if storage else []
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        self.process = subprocess.Popen(self._command, stdout=subprocess.PIPE)
+        plugin = {"PYTHONPATH": str(PLUGIN), "FROZEN_GATE": str(self.gate)}
+        self.process = subprocess.Popen(self._command, stdout=subprocess.PIPE, env=os.environ | plugin)
         assert self.process.stdout is not None
         assert self.process.stdout.readline().startswith(b"serving")
 
@@ -150,6 +154,34 @@ def test_service_that_freezes_costs_a_budget(engines: Engines, service: Service,
         assert seconds < (BUDGET + 3.0 if number == 0 else 3.0)
     assert engine.metrics()["vllm:hicache_missed_tokens/late"] >= 256
     service.send(signal.SIGCONT)
+
+
+def test_storage_that_freezes_costs_a_budget(engines: Engines, folder: Path, storage: str, expected: Expected) -> None:
+    """Reads of it hang in a new service whose memory is empty: prompts are computed, and found again afterwards."""
+    prompts = [prompt_of(335 + number, 300) for number in range(2)]
+    frozen = Service(folder, storage=storage.replace("file:", "frozen:"))
+    frozen.start()
+    engine = engines({"address": frozen.address, "deadline": BUDGET})
+    engine.generate(*prompts)
+    frozen.stop()
+    connected(engine, False)
+    frozen.start()
+    os.mkfifo(frozen.gate)
+    connected(engine, True)
+    for prompt in prompts:
+        assert engine.reset()
+        begun = time.monotonic()
+        (answer,) = engine.generate(prompt)
+        assert (answer.new, answer.cached) == (expected(prompt), 0)
+        assert time.monotonic() - begun < BUDGET + 3.0
+    engine.generate(prompt_of(9000, 5), tokens=1)
+    assert engine.metrics()["vllm:hicache_missed_tokens/late"] >= 4 * PAGE
+    with frozen.gate.open("wb"):  # who waits goes on
+        frozen.gate.unlink()
+    assert engine.reset()
+    (answer,) = engine.generate(prompts[0])
+    assert (answer.new, answer.cached) == (expected(prompts[0]), 4 * PAGE)
+    frozen.kill()
 
 
 @pytest.mark.case("FAIL-2")
