@@ -131,7 +131,7 @@ HOSTILE = {
     "negative": b'{"timestamp": 5, "input_length": -512, "output_length": 1, "hash_ids": []}\n',
     "deep": b'{"timestamp": 0, "input_length": 0, "output_length": 0, "hash_ids": ' + b"[" * 100_000 + b"\n",
     "cut": b'{"timestamp": 5, "input_length": 512, "output_le',
-    "huge id": b'{"timestamp": 5, "input_length": 512, "output_length": 1, "hash_ids": [99999999999]}\n',
+    "huge id": b'{"timestamp": 5, "input_length": 512, "output_length": 1, "hash_ids": [99999999999999999999]}\n',
     "text": b"what is this\n",
 }
 
