@@ -112,7 +112,11 @@ def test_usage_errors_name_the_option_and_the_value(arguments: list[str], words:
 
 def test_help_shows_the_choices() -> None:
     text = hicache("replay", "--help").stdout
-    for choices in ("lru|lfu|slru|priority", "write_through|write_through_selective|write_back", "auto, access-log, mooncake"):
+    for choices in (
+        "lru|lfu|slru|priority",
+        "write_through|write_through_selective|write_back",
+        "auto, access-log, mooncake",
+    ):
         assert choices in " ".join(text.split())
 
 
