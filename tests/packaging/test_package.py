@@ -20,7 +20,7 @@ SHIPPED = (
     "connectors/hicache_transformers",
     "connectors/hicache_vllm",
 )
-HEAVY = {"torch", "cupy", "grpc", "redis", "rich"}
+HEAVY = {"torch", "cupy", "cuda", "grpc", "redis", "rich"}
 LONGEST_MODULE = 500
 
 
@@ -47,11 +47,13 @@ def run_python(code: str, folder: Path) -> str:
         "hicache_vllm",
         "hicache.cli",
         "hicache.cli.replay",
+        "hicache.cuda.engine",
     ],
 )
 def test_import_is_light(module: str, tmp_path: Path) -> None:
     loaded = run_python(f"import sys, {module}; print(*sys.modules)", tmp_path).split()
     assert not HEAVY & {name.split(".", maxsplit=1)[0] for name in loaded}
+    assert ("hicache.cuda" in loaded) == module.startswith("hicache.cuda")
 
 
 def test_only_packages_are_importable(tmp_path: Path) -> None:
