@@ -35,6 +35,10 @@ BLOCK = 32
 PAGE = 64
 
 
+DEADLINE = 20.0
+"""Long, where a test says nothing of it: what is computable is a hit on a busy machine too."""
+
+
 def transfer(extra: dict[str, Any], **options: Any) -> dict[str, Any]:
     """What a user gives as --kv-transfer-config."""
     return {
@@ -42,7 +46,7 @@ def transfer(extra: dict[str, Any], **options: Any) -> dict[str, Any]:
         "kv_connector_module_path": "hicache_vllm",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": extra,
+        "kv_connector_extra_config": {"deadline": DEADLINE} | extra,
     } | options
 
 
