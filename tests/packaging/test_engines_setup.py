@@ -94,7 +94,7 @@ def test_a_folder_that_was_made_otherwise_is_adopted_or_replaced(prepare: Any, t
 def test_pins_hold_one_version_of_each_package(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every line that is no remark pins a version, so nothing is resolved at set-up."""
     prepare = loaded("prepare", monkeypatch)
-    for name in ("vllm.txt", "sglang.txt", "smollm2.txt"):
+    for name in ("vllm.txt", "vllm-0.30.txt", "vllm-0.31.txt", "sglang.txt", "smollm2.txt"):
         lines = [line for line in (prepare.SETUP / name).read_text().splitlines() if not line.startswith("#")]
         assert all("==" in line for line in lines), name
         assert set(prepare.pinned(prepare.SETUP / name)) <= {line.partition("==")[0] for line in lines}
