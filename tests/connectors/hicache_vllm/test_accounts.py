@@ -175,6 +175,7 @@ class TestReasons:
         monkeypatch.setattr("hicache_vllm.lookups.Lookup.lost", True)
         assert self.counts(engines())["missed_tokens/lost"] == 32
 
+    @pytest.mark.case("STAT-6")
     def test_page_that_does_not_come(self, engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
         """Three of four pages come: the engine has 24 tokens of us, and asks no more for this request."""
         engines().generate(self.tokens)
@@ -195,6 +196,7 @@ def test_service_that_is_away(engines: Engines) -> None:
     assert reconciles(counts)
 
 
+@pytest.mark.case("STAT-6")
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_sums_reconcile_over_random_histories(engines: Engines, folder: Path, seed: int) -> None:

@@ -290,6 +290,7 @@ def test_slots_that_cannot_be_had_are_counted_by_reason(engines: Engines, monkey
     assert engine.free_blocks == 63
 
 
+@pytest.mark.case("RACE-4")
 @pytest.mark.usefixtures("service")
 def test_requests_that_are_computed_when_the_cache_is_cleared_go_past_it(engines: Engines) -> None:
     """Their keys and values are of the old weights: none of them is stored any more."""
@@ -304,6 +305,7 @@ def test_requests_that_are_computed_when_the_cache_is_cleared_go_past_it(engines
     assert engine.free_blocks == 63
 
 
+@pytest.mark.case("FAIL-1")
 @pytest.mark.usefixtures("service")
 def test_store_whose_blocks_were_overwritten_is_not_published(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
