@@ -20,15 +20,23 @@ class Copier:
 
     Blocks that a load writes are never read by a store that waits here: they were given to it only after the engine
     had waited for that store, or been told that it is over.
+
+    Args:
+        apart: for copies that a device orders itself: loads and stores each have a thread, and none waits for another.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, apart: bool = False) -> None:
         self._lock = threading.Condition()
         self._loads: deque[Callable[[], None]] = deque()
         self._stores: deque[Callable[[], None]] = deque()
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name="hicache-vllm-copier", daemon=True)
-        self._thread.start()
+        queues = ((self._loads,), (self._stores,)) if apart else ((self._loads, self._stores),)
+        self._threads = [
+            threading.Thread(target=self._run, args=(of_one,), name=f"hicache-vllm-copier-{at}", daemon=True)
+            for at, of_one in enumerate(queues)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def load(self, work: Callable[[], None]) -> None:
         """Run this soon, before all stores."""
@@ -59,15 +67,16 @@ class Copier:
             self._loads.clear()
             self._stores.clear()
             self._lock.notify_all()
-        self._thread.join(CLOSE_SECONDS)
+        for thread in self._threads:
+            thread.join(CLOSE_SECONDS)
 
-    def _run(self) -> None:
+    def _run(self, queues: tuple[deque[Callable[[], None]], ...]) -> None:
         while True:
             with self._lock:
-                self._lock.wait_for(lambda: self._loads or self._stores or self._closed)
+                self._lock.wait_for(lambda: any(queues) or self._closed)
                 if self._closed:
                     return
-                work = (self._loads or self._stores).popleft()
+                work = next(queue for queue in queues if queue).popleft()
             try:
                 work()
             except Exception:

@@ -113,14 +113,17 @@ class SchedulerSide:
         tracked = self._tracked(request)
         account, tracked.account = tracked.account, None
         lookup = tracked.lookup
-        if account is not None and lookup is not None:
-            lookup.account = account  # counted when the service says of its pages what it knows
+        if account is not None:
+            account.planned = self.sources(request, tokens) if tokens else {}
+            if lookup is None:  # what was found is forgotten since
+                account.gone = tokens
+                account.close()
+            else:  # counted when the service has said of its pages what it knows
+                lookup.account = account
         if not tokens:
             self._finder.unshare(tracked)
             if not tracked.loading and tracked.audit is None:
                 tracked.drop_lookup()
-            if account is not None and lookup is None:
-                account.close()
             return
         first, end = tracked.local // self._block, (tracked.local + tokens) // self._block
         load = Load(
@@ -132,8 +135,6 @@ class SchedulerSide:
             layerwise=self._settings.load == "sync",
         )
         self._counters.add("loads")
-        if account is not None:
-            account.planned = self.sources(request, tokens)
         if not load.layerwise:
             self._finder.share(tracked)
         tracked.planned = (tracked.local + tokens) // self._page

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +13,12 @@ import numpy.typing as npt
 from hicache.errors import ConfigError
 from hicache_vllm.layouts import Layout, PageForm, Run
 
-__all__ = ["Bytes", "HostTensors", "KVTensors", "integers", "made_of", "ordered"]
+if TYPE_CHECKING:
+    from hicache.rpc.client.group import JoinedRequest
+
+__all__ = ["Bytes", "DirectTensors", "HostTensors", "KVTensors", "Wait", "integers", "made_of", "ordered"]
+
+_log = logging.getLogger("vllm.hicache")
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
@@ -41,6 +47,37 @@ class KVTensors(Protocol):
 
     def store(self, pages: int, runs: Sequence[Run]) -> Bytes:
         """Copy blocks into pages that are new, or were given by the call before."""
+        ...
+
+
+Wait: TypeAlias = Callable[[int], object]
+"""Lets the stream of the calling thread wait for a layer."""
+
+
+@runtime_checkable
+class DirectTensors(Protocol):
+    """Tensors that copy pages from and to the service's memory themselves, loads and stores at the same time."""
+
+    def fetch(
+        self, joined: JoinedRequest, first: int, blocks: Sequence[int], *, inside: int, begun: Callable[[Wait], None]
+    ) -> int:
+        """Copy pages into blocks; how many blocks, from the first on, are right.
+
+        Args:
+            joined: the request.
+            first: index of the first page.
+            blocks: the engine's numbers, in the order of the prompt.
+            inside: place of the first of them in the first page.
+            begun: called once when all layers are on their way, or are there.
+        """
+        ...
+
+    def put(self, joined: JoinedRequest, first: int, blocks: Sequence[int]) -> int:
+        """Copy blocks into pages from the index `first` on; how many pages, from the first on, are written."""
+        ...
+
+    def close(self) -> None:
+        """Let go of everything. Idempotent."""
         ...
 
 
@@ -111,10 +148,19 @@ def made_of(layers: Sequence[Any], layout: Layout, form: PageForm) -> KVTensors:
     if kind == "cpu":
         return HostTensors(layers, layout, form)
     if kind == "cuda":
-        from hicache_vllm.devices import CudaStreams, DeviceTensors
-
-        return DeviceTensors(layers, layout, form, CudaStreams())
+        return _on_gpu(layers, layout, form)
     raise ConfigError(f"KV tensors on {layers[0].device} are not understood: known are cpu and cuda")
+
+
+def _on_gpu(layers: Sequence[Any], layout: Layout, form: PageForm) -> KVTensors:
+    from hicache_vllm.devices import CudaStreams, DeviceTensors
+    from hicache_vllm.gpu import GpuTensors
+
+    try:
+        return GpuTensors(layers, layout, form)
+    except ConfigError as error:  # no cupy beside the engine, or a layout of its kernels' own
+        _log.warning("hicache: pages go by torch's own copies, which are slower: %s", error)
+        return DeviceTensors(layers, layout, form, CudaStreams())
 
 
 def _nothing() -> None:

@@ -17,7 +17,7 @@ from hicache_vllm.copier import Copier
 from hicache_vllm.counters import Counters
 from hicache_vllm.layouts import runs_of
 from hicache_vllm.plans import Audit, Load, Report, StepPlan, Store
-from hicache_vllm.tensors import KVTensors
+from hicache_vllm.tensors import DirectTensors, KVTensors, Wait
 
 __all__ = ["WorkerSide"]
 
@@ -60,10 +60,12 @@ class WorkerSide:
         self._comparison = comparison
         self._batch = max(1, BATCH_BYTES // cache.host.page_bytes)
         self._counters = counters
-        self._copier = Copier()
+        self._direct = tensors if isinstance(tensors, DirectTensors) else None
+        self._copier = Copier(apart=self._direct is not None)
         self._lock = threading.Lock()
         self._waiting: dict[int, Load | Store | Audit] = {}
         self._layerwise: dict[int, int] = {}
+        self._orders: dict[int, Wait] = {}  # of the former: lets the engine's stream wait, where a device orders copies
         self._received: set[str] = set()
         self._bad: set[int] = set()
         self._report = Report()
@@ -109,6 +111,8 @@ class WorkerSide:
         number = self._layers.get(layer)
         if self._layerwise and number is not None:
             self._copier.wait_for(lambda: all(done > number for done in list(self._layerwise.values())), None)
+            for wait in list(self._orders.values()):
+                wait(number)
 
     def wait_for_layers(self) -> None:
         """Wait until all pages that this step needs have come, or will not."""
@@ -135,6 +139,7 @@ class WorkerSide:
                 return  # this worker has left
             self._overwritten.discard(work.job)
             self._layerwise.pop(work.job, None)
+            self._orders.pop(work.job, None)
             self._report.done[work.job] += 1
             if isinstance(work, Load) and not work.layerwise:
                 self._received.add(work.request)
@@ -170,10 +175,12 @@ class WorkerSide:
     def close(self) -> None:
         """End the thread; what was not copied is not."""
         self._copier.close()
+        if self._direct is not None:
+            self._direct.close()
 
     def leave(self) -> tuple[list[Load], list[int], set[str]]:
         """End for good: loads that have not come, jobs of stores that were not done, and requests to be reported."""
-        self._copier.close()
+        self.close()
         with self._lock:
             loads = [work for work in self._waiting.values() if isinstance(work, Load)]
             stores = [work.job for work in self._waiting.values() if not isinstance(work, Load)]
@@ -206,6 +213,10 @@ class WorkerSide:
         batch = pages if load.layerwise else self._batch
         done = 0
         with self._cache.join(ticket) as joined:
+            if self._direct is not None:
+                return self._direct.fetch(
+                    joined, first, load.blocks, inside=skip, begun=lambda wait: self._begun(load, wait)
+                )
             for at in range(0, pages, batch):
                 count = min(batch, pages - at)
                 buffer = np.empty((count, self._cache.host.page_bytes), np.uint8)
@@ -220,6 +231,14 @@ class WorkerSide:
                 if good < count:
                     break
         return done
+
+    def _begun(self, load: Load, wait: Wait) -> None:
+        """All layers are on their way, and the engine's stream can wait for each."""
+        with self._lock:
+            if load.layerwise:
+                self._orders[load.job] = wait
+                self._layerwise[load.job] = len(self._layers)
+        self._copier.notify()
 
     def _came(self, job: int, layer: int) -> None:
         with self._lock:
@@ -244,6 +263,8 @@ class WorkerSide:
 
     def _write(self, joined: JoinedRequest, store: Store) -> int:
         pages = store.end - store.first
+        if self._direct is not None:
+            return self._direct.put(joined, store.first, store.blocks)
         for at in range(0, pages, self._batch):
             count = min(self._batch, pages - at)
             blocks = store.blocks[at * self._per_page : (at + count) * self._per_page]

@@ -175,6 +175,24 @@ class TestReasons:
         monkeypatch.setattr("hicache_vllm.lookups.Lookup.lost", True)
         assert self.counts(engines())["missed_tokens/lost"] == 32
 
+    def test_cache_that_is_reset_when_pages_are_promised(
+        self, engines: Engines, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        engines().generate(self.tokens)
+        engine = engines()
+        ask = engine.scheduler.get_num_new_matched_tokens
+
+        def asked(request: Any, local: int) -> Any:
+            found = ask(request, local)
+            if found[0]:
+                engine.scheduler.reset_cache()
+            return found
+
+        monkeypatch.setattr(engine.scheduler, "get_num_new_matched_tokens", asked)
+        found = self.counts(engine)
+        assert found["missed_tokens/lost"] == 32
+        assert "hit_tokens/host" not in found
+
     @pytest.mark.case("STAT-6")
     def test_page_that_does_not_come(self, engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
         """Three of four pages come: the engine has 24 tokens of us, and asks no more for this request."""
