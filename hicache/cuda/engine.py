@@ -27,10 +27,11 @@ import numpy as np
 
 from hicache.clock import MonotonicClock
 from hicache.cuda.choice import Choice, ChosenExecutors, choose
-from hicache.cuda.driver import CudaError, Event, Priority
-from hicache.cuda.events import event_behind
+from hicache.cuda.driver import CudaDriver, CudaError, Event, Priority
+from hicache.cuda.events import CudaEvent, event_behind
 from hicache.cuda.executors import open_executors
 from hicache.cuda.lanes import CudaCopy, Job, Lane, Step
+from hicache.cuda.options import CudaOptions
 from hicache.cuda.pinned import HostPins, PinnedHostPool, PinnedStatistics, host_parts
 from hicache.cuda.pool import CudaDevicePool
 from hicache.cuda.runs import HostPart
@@ -40,7 +41,7 @@ from hicache.memory.watcher import EventWatcher
 from hicache.memory.writer import READY, WriterEvent
 from hicache.records import PageResult
 
-__all__ = ["CudaCopyEngine", "CudaCopyStatistics"]
+__all__ = ["CudaCopyEngine", "CudaCopyStatistics", "chosen"]
 
 _LOG = logging.getLogger(__name__)
 _STEP_BYTES: Final = 1 << 20
@@ -69,6 +70,12 @@ class CudaCopyStatistics(CopyStatistics):
     error: str = ""
 
 
+def chosen(driver: CudaDriver, options: CudaOptions, *, pinned: bool) -> ChosenExecutors:
+    """Ways of copying for a device: made, proven, measured and chosen now."""
+    executors = open_executors(driver, driver.facts(), pinned=pinned, blocks=options.blocks)
+    return choose(driver, executors, MonotonicClock(), asked=options.method)
+
+
 class CudaCopyEngine(CopyEngine):
     """Copies between one CUDA pool and one host pool.
 
@@ -79,7 +86,7 @@ class CudaCopyEngine(CopyEngine):
         device: the pool.
         host: pages in canonical layout, in this process; None where there is none: then only events are waited for.
         parts: where those pages lie, where `host` is no pool of this process's own: a client's arenas.
-        pages: number of pages in `parts`.
+        executors: chosen before, for pinned memory; they stay their owner's. None chooses here.
         name: beginning of the threads' names.
 
     Raises:
@@ -93,6 +100,7 @@ class CudaCopyEngine(CopyEngine):
         host: HostPool | None,
         *,
         parts: tuple[HostPart, ...] = (),
+        executors: ChosenExecutors | None = None,
         name: str = "hicache-cuda",
     ) -> None:
         if host is not None and device.page_bytes != host.page_bytes:
@@ -111,6 +119,7 @@ class CudaCopyEngine(CopyEngine):
         self._callback_errors = 0
         self._tables: Counter[str] = Counter()
         self._error = ""
+        self._unit = device.page_bytes  # bytes of what a device slot holds: a page, or a part of one
         self._closing = False
         self._dropped: int | None = None
         self._watcher = EventWatcher(f"{name}-events")
@@ -118,25 +127,29 @@ class CudaCopyEngine(CopyEngine):
         self._pins: HostPins | None = None
         self._own_pins = False
         self._executors: ChosenExecutors | None = None
+        self._own_executors = False
         self._choice: Choice | None = None
         self._lanes: dict[str, Lane] = {}
         self._busy = 0  # copies whose bytes may still move
         self._process = os.getpid()
         if self._parts:
-            self._prepare()
+            self._prepare(executors)
 
-    def _prepare(self) -> None:
+    def _prepare(self, given: ChosenExecutors | None) -> None:
         device, driver = self._device, self._driver
         self._runs = device.runs(self._parts)
+        self._unit = device.page_bytes // self._runs.parts
         self._pin()
         try:
             pinned = self._pinned().pinned
-            executors = open_executors(driver, driver.facts(), pinned=pinned, blocks=device.options.blocks)
-            self._executors = choose(driver, executors, MonotonicClock(), asked=device.options.method)
+            self._own_executors = given is None or not pinned
+            self._executors = given if given is not None and pinned else chosen(driver, device.options, pinned=pinned)
             self._choice = self._executors.choice
             self._lane("up", "high")
             self._lane("down", "low")
         except BaseException:
+            for lane in self._lanes.values():
+                lane.stop()
             self._release()
             raise
 
@@ -169,10 +182,19 @@ class CudaCopyEngine(CopyEngine):
     # ---- asked for
 
     def device_to_host(
-        self, device_slots: Slots, host_slots: Slots, *, ready: WriterEvent | None, done: Done
+        self,
+        device_slots: Slots,
+        host_slots: Slots,
+        *,
+        ready: WriterEvent | None,
+        done: Done,
+        parts: Slots | None = None,
     ) -> CudaCopy:
-        """Copy pages down, after the event of their writer has passed."""
-        job = self._job(device_slots, host_slots, down=True, done=done)
+        """Copy pages down, after the event of their writer has passed.
+
+        `parts` is for pools whose slots are parts of a page: which one each is. Results are then one a part.
+        """
+        job = self._job(device_slots, host_slots, down=True, done=done, parts=parts)
         event = None if ready is None or ready is READY else event_behind(self._driver, ready)
         if event is not None:
             job.behind = self._asked(job, lambda: [] if self._driver.query(event) else [event])
@@ -188,12 +210,26 @@ class CudaCopyEngine(CopyEngine):
         return job.copy
 
     def host_to_device(
-        self, host_slots: Slots, device_slots: Slots, *, done: Done, layer_done: Callable[[int], None] | None = None
+        self,
+        host_slots: Slots,
+        device_slots: Slots,
+        *,
+        done: Done,
+        layer_done: Callable[[int], None] | None = None,
+        behind: CudaEvent | None = None,
+        parts: Slots | None = None,
     ) -> CudaCopy:
-        """Copy pages up, layer after layer; thin layers a few at a time, but reported one by one."""
-        job = self._job(device_slots, host_slots, down=False, done=done)
+        """Copy pages up, layer after layer; thin layers a few at a time, but reported one by one.
+
+        `behind` is an event behind which nobody uses the slots any more, where the caller has one. `parts` as in
+        `device_to_host`.
+        """
+        job = self._job(device_slots, host_slots, down=False, done=done, parts=parts)
         job.layer_done = layer_done
-        job.behind = self._asked(job, lambda: self._device.ends_of_use(job.device_slots))
+        if behind is not None:
+            job.behind = [behind.event]
+        else:
+            job.behind = self._asked(job, lambda: self._device.ends_of_use(job.device_slots))
         self._accept(job, "up")
         return job.copy
 
@@ -204,7 +240,7 @@ class CudaCopyEngine(CopyEngine):
     def statistics(self) -> CudaCopyStatistics:
         """A snapshot."""
         waiting, errors = self._watcher.waiting, self._watcher.errors
-        size = self._device.page_bytes
+        size = self._unit
         with self._changed:
             down, up = self._pages[True], self._pages[False]
             return CudaCopyStatistics(
@@ -250,7 +286,9 @@ class CudaCopyEngine(CopyEngine):
 
     # ---- within
 
-    def _job(self, device_slots: Slots, host_slots: Slots, *, down: bool, done: Done) -> Job:
+    def _job(
+        self, device_slots: Slots, host_slots: Slots, *, down: bool, done: Done, parts: Slots | None = None
+    ) -> Job:
         if not self._parts:
             raise HicacheInternalError("there is no host pool to copy to or from")
         # Copies of the arrays, as they are read later, by another thread.
@@ -258,7 +296,8 @@ class CudaCopyEngine(CopyEngine):
         if device.ndim != 1 or device.shape != host.shape:
             raise HicacheInternalError(f"slots do not pair: {device.shape} on the device, {host.shape} on the host")
         copy = CudaCopy(len(device), self._changed, self._driver)
-        return Job(copy, down, device, host, done, results=[PageResult.OK] * len(device))
+        of_pages = None if parts is None else np.array(parts, np.int64)
+        return Job(copy, down, device, host, done, parts=of_pages, results=[PageResult.OK] * len(device))
 
     def _asked(self, job: Job, ask: Callable[[], list[Event]]) -> list[Event]:
         """Events of the device; where it has failed none, and the copy will fail."""
@@ -304,7 +343,7 @@ class CudaCopyEngine(CopyEngine):
             event, failed = self._put_step(lane, job, part, layers)
             left = np.setdiff1d(left, failed, assume_unique=True)
             whole = layers is not None and len(left) == job.copy.pages
-            size = len(part) * self._device.page_bytes // (1 if layers is None else self._device.layers)
+            size = len(part) * self._unit // (1 if layers is None else self._device.layers)
             if whole and layers is not None and event is not None:
                 job.copy.begun([event] * (layers[1] - layers[0]))
             lane.began(Step(job, event, layers if whole else None, size, number == len(steps) - 1))
@@ -313,12 +352,12 @@ class CudaCopyEngine(CopyEngine):
         """Ranges of pages, and of layers on the way up."""
         pages = job.copy.pages
         if job.down:
-            count = max(1, _BATCH_BYTES // self._device.page_bytes)
+            count = max(1, _BATCH_BYTES // self._unit)
             for first in range(0, max(pages, 1), count):
                 yield (first, min(first + count, pages)), None
             return
         layers = self._device.layers
-        layer_bytes = max(1, pages * self._device.page_bytes // layers)
+        layer_bytes = max(1, pages * self._unit // layers)
         step = -(-_STEP_BYTES // layer_bytes)
         for first in range(0, layers, step):
             yield (0, pages), (first, min(first + step, layers))
@@ -359,9 +398,10 @@ class CudaCopyEngine(CopyEngine):
 
     def _transfer(self, lane: Lane, job: Job, pages: Slots, layers: tuple[int, int] | None) -> None:
         device, host = job.device_slots[pages], job.host_slots[pages]
+        parts = None if job.parts is None else job.parts[pages]
         executors = self._executors
         assert executors is not None, "released only when no copy is under way"
-        for table in self._runs.tables(device, host, to_device=not job.down, layers=layers):
+        for table in self._runs.tables(device, host, to_device=not job.down, layers=layers, parts=parts):
             method = executors.run(table, lane.stream, to_device=not job.down)
             with self._changed:
                 self._tables[f"{method} {'down' if job.down else 'up'}"] += 1
@@ -422,7 +462,7 @@ class CudaCopyEngine(CopyEngine):
             executors, self._executors = self._executors, None
         if os.getpid() != self._process:  # a forked child: all of it is the parent's
             return
-        if executors is not None:
+        if executors is not None and self._own_executors:
             try:
                 executors.close()
             except CudaError as error:

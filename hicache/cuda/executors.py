@@ -18,11 +18,12 @@ from typing import Final
 import numpy as np
 
 from hicache.cuda.driver import CudaDriver, CudaError, DeviceFacts, Event, Kernel, Stream
-from hicache.cuda.kernels import NAME, SOURCE, THREADS, kernel_table
+from hicache.cuda.kernels import NAME, SOURCE, THREADS, KernelTable, kernel_table
 from hicache.cuda.runs import RunTable
 
 __all__ = [
     "METHODS",
+    "TABLE_RUNS",
     "BatchExecutor",
     "Executor",
     "Executors",
@@ -42,10 +43,11 @@ while the next are prepared."""
 _DIRECT_RUNS: Final = 8
 """Up to so many runs the kernel reads its table from pinned memory itself: that is a few reads over the link, where a
 copy would be one more piece of work in the stream."""
-_TABLE_BYTES: Final = 64 << 10
-"""Smallest buffer for tables: that of a load of 2,000 runs."""
+TABLE_RUNS: Final = 16_000
+"""Runs of one launch: its table is half a MiB. More are several launches."""
 _TABLES: Final = 8
-"""Buffers for tables. One more table waits until the first of them is no longer needed."""
+"""Tables that may be in use at once; one more waits until the first of them is no longer needed. Their memory is taken
+when the executor is made, as taking some can make a device wait for all that it does."""
 _MOST_BLOCKS: Final = 16
 _MULTIPROCESSORS_A_BLOCK: Final = 8
 
@@ -107,7 +109,6 @@ class BatchExecutor(Executor):
 class _Buffer:
     """Room for one table, in pinned memory and on the device, until the event passes."""
 
-    size: int
     host: int
     device: int
     free: Event
@@ -121,7 +122,7 @@ class KernelExecutor(Executor):
         blocks: of the grid: how much of the device it takes, half a multiprocessor each.
 
     Raises:
-        CudaError: the kernel does not compile.
+        CudaError: the kernel does not compile, or there is no memory for its tables.
     """
 
     name = "kernel"
@@ -131,65 +132,62 @@ class KernelExecutor(Executor):
         self._driver = driver
         self._kernel: Kernel = driver.compile(SOURCE, NAME)
         self._lock = threading.Lock()
-        self._idle: list[_Buffer] = []
-        self._made = 0
+        self._buffers: list[_Buffer] = []  # the one that was used longest ago is first
+        try:
+            for _ in range(_TABLES):
+                self._buffers.append(self._buffer())
+        except CudaError:
+            self.close()
+            raise
 
     def run(self, table: RunTable, stream: Stream) -> None:
-        """Put the table and the kernel into the stream; waits while all buffers for tables are in use."""
-        if not len(table):
-            return
-        made = kernel_table(table, blocks=self.blocks)
-        size = made.words.nbytes
+        """Put tables and kernels into the stream; waits while all buffers for tables are in use."""
+        for at in range(0, len(table), TABLE_RUNS):
+            self._launch(kernel_table(table[at : at + TABLE_RUNS], blocks=self.blocks), stream)
+
+    def close(self) -> None:
+        """Wait for the tables that are in use, and give their memory back."""
         with self._lock:
-            buffer = self._buffer(size)
+            buffers, self._buffers = self._buffers, []
+        for buffer in buffers:
+            self._driver.synchronize(buffer.free)
+            self._driver.free(buffer.device)
+            self._driver.host_free(buffer.host)
+
+    def _launch(self, made: KernelTable, stream: Stream) -> None:
+        driver, size = self._driver, made.words.nbytes
+        with self._lock:
+            buffer = self._free_buffer()
             try:
                 ctypes.memmove(buffer.host, made.words.ctypes.data, size)
                 base = buffer.host
                 if made.runs > _DIRECT_RUNS:
                     base = buffer.device
-                    self._driver.memcpy_async(base, buffer.host, size, stream)
+                    driver.memcpy_async(base, buffer.host, size, stream)
                 arguments = [np.int64(value) for value in (*made.addresses(base), made.runs, made.chunk)]
-                self._driver.launch(self._kernel, (self.blocks, 1, 1), (THREADS, 1, 1), arguments, stream)
+                driver.launch(self._kernel, (self.blocks, 1, 1), (THREADS, 1, 1), arguments, stream)
             finally:
                 # Also behind a failure: the table's copy may be under way.
-                self._driver.record(buffer.free, stream)
-                self._idle.append(buffer)
+                driver.record(buffer.free, stream)
 
-    def close(self) -> None:
-        """Wait for the tables that are in use, and give all buffers back."""
-        with self._lock:
-            buffers, self._idle, self._made = self._idle, [], 0
-        for buffer in buffers:
+    def _free_buffer(self) -> _Buffer:
+        """One whose table nobody reads any more, now the last in the list; waits for the first if there is none."""
+        buffer = next((one for one in self._buffers if self._driver.query(one.free)), None)
+        if buffer is None:
+            buffer = self._buffers[0]
             self._driver.synchronize(buffer.free)
-            self._give_back(buffer)
+        self._buffers.remove(buffer)
+        self._buffers.append(buffer)
+        return buffer
 
-    def _buffer(self, size: int) -> _Buffer:
-        """One that is free and large enough, taken from the idle ones; the oldest when it must be waited for."""
-        for at, buffer in enumerate(self._idle):
-            if buffer.size >= size and self._driver.query(buffer.free):
-                return self._idle.pop(at)
-        if self._made >= _TABLES:
-            oldest = self._idle.pop(0)
-            self._driver.synchronize(oldest.free)
-            if oldest.size >= size:
-                return oldest
-            self._give_back(oldest)
-        return self._new(max(_TABLE_BYTES, 1 << (size - 1).bit_length()))
-
-    def _new(self, size: int) -> _Buffer:
+    def _buffer(self) -> _Buffer:
+        size = 8 * (4 * TABLE_RUNS + 1)
         host = self._driver.host_alloc(size)
         try:
-            buffer = _Buffer(size, host, self._driver.malloc(size), self._driver.event())
+            return _Buffer(host, self._driver.malloc(size), self._driver.event())
         except CudaError:
             self._driver.host_free(host)
             raise
-        self._made += 1
-        return buffer
-
-    def _give_back(self, buffer: _Buffer) -> None:
-        self._driver.free(buffer.device)
-        self._driver.host_free(buffer.host)
-        self._made = max(0, self._made - 1)
 
 
 @dataclass(frozen=True, slots=True)

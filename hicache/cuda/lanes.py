@@ -62,11 +62,10 @@ class Job:
     """One copy. Its slots are the caller's, pinned until `done` is called.
 
     Attributes:
-        copy, down, device_slots, host_slots, done, layer_done: as it was asked for.
+        copy, down, device_slots, host_slots, done, layer_done, parts: as it was asked for.
         behind: events that its stream waits for.
         broken: its writer's event raised.
         results: of its pages so far.
-        left: indexes of the pages that have not failed.
     """
 
     copy: CudaCopy
@@ -75,6 +74,7 @@ class Job:
     host_slots: Slots
     done: Done
     layer_done: Callable[[int], None] | None = None
+    parts: Slots | None = None
     behind: list[Event] = field(default_factory=list)
     broken: bool = False
     results: list[PageResult] = field(default_factory=list)

@@ -69,6 +69,7 @@ class HostPins:
         self._process = os.getpid()
         self._ranges: dict[int, int] = {}
         self._bytes = 0
+        self._others = 0  # bytes that somebody else has pinned, and will unpin
         self._failures: list[str] = []
 
     def pin(self, address: int, size: int, what: str) -> bool:
@@ -91,6 +92,9 @@ class HostPins:
                 self._failures.append(f"{what} of {format_size(size)} is not pinned, as was asked")
                 return False
             try:
+                if self._is_pinned(address) and self._is_pinned(address + size - 1):
+                    self._others += size
+                    return True
                 self._driver.host_register(address, size)
             except CudaError as error:
                 said = _refusal(what, size, error)
@@ -102,6 +106,9 @@ class HostPins:
             self._ranges[address] = size
             return True
 
+    def _is_pinned(self, address: int) -> bool:
+        return self._driver.pointer(address).kind == "host"
+
     def covers(self, address: int) -> bool:
         """Whether an address is pinned by this."""
         with self._lock:
@@ -110,7 +117,7 @@ class HostPins:
     def statistics(self) -> PinnedStatistics:
         """A snapshot."""
         with self._lock:
-            return PinnedStatistics(self._bytes, sum(self._ranges.values()), tuple(self._failures))
+            return PinnedStatistics(self._bytes, sum(self._ranges.values()) + self._others, tuple(self._failures))
 
     def unpin(self, address: int) -> None:
         """Undo one `pin`; nothing where it failed. No copy may touch the range any more."""

@@ -31,7 +31,7 @@ from hicache.units import format_size, whole_number
 if TYPE_CHECKING:
     from hicache.cuda.engine import CudaCopyEngine
 
-__all__ = ["CudaDevicePool"]
+__all__ = ["CudaDevicePool", "open_device"]
 
 _LOG = logging.getLogger(__name__)
 _FIRST: Final[Slots] = np.zeros(1, np.int64)
@@ -128,7 +128,7 @@ class CudaDevicePool(DevicePool):
         page = PageLayout.of(geometry, page_size)
         found, one = as_tensors(tensors, page)
         if driver is None:
-            driver = _open(device_of(tensors))
+            driver = open_device(device_of(tensors))
         check_device(found, driver)
         regions = regions_checked(found, page, layout, one=one)
         return cls(regions, page=page, layout=layout, driver=driver, stream=stream, options=options, keep=tensors)
@@ -171,7 +171,7 @@ class CudaDevicePool(DevicePool):
         if count is None or count < 1:
             raise ConfigError(f"slots of a device pool must be a positive integer, not {slots!r:.40}")
         name = layout or ("opaque" if page.kind == "opaque" else "layer_first")
-        driver = driver or _open(device)
+        driver = driver or open_device(device)
         size = count * page.page_bytes
         shape = _shape(page, name, count)
         address = _malloc(driver, size, f"a device pool of {count} pages")
@@ -231,7 +231,7 @@ class CudaDevicePool(DevicePool):
         """
         tensors: Any = self._keep if isinstance(self._keep, (list, tuple)) else [self._keep]
         for tensor in tensors:
-            if hasattr(tensor, "record_stream"):
+            if hasattr(tensor, "record_stream") and tensor.device.type == "cuda":
                 torch: Any = sys.modules["torch"]  # the tensor is of it
                 tensor.record_stream(torch.cuda.ExternalStream(stream.ptr, device=tensor.device))
 
@@ -376,7 +376,8 @@ class CudaDevicePool(DevicePool):
         return np.array([number], np.int64)
 
 
-def _open(device: int | None) -> CudaDriver:
+def open_device(device: int | None) -> CudaDriver:
+    """A GPU through cupy; see `hicache.cuda.cupy_driver.open_driver`."""
     from hicache.cuda.cupy_driver import open_driver
 
     return open_driver(device)

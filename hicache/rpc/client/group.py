@@ -13,6 +13,7 @@ from hicache.memory.base import Bytes
 from hicache.memory.writer import READY, WriterEvent
 from hicache.rpc.client.commits import Commits
 from hicache.rpc.client.flow import run
+from hicache.rpc.client.loans import Loan
 from hicache.rpc.client.pages import Buffers, LeasedPages
 from hicache.rpc.client.state import FORKED, ClientState
 from hicache.rpc.v1 import session_pb2 as pb
@@ -120,6 +121,24 @@ class JoinedRequest:
         pages = self._open()
         first = self._ticket.start if first is None else first
         return 0 if pages is None else run(pages.write_from(buffers, first, least=self._ticket.start))
+
+    def lend(self, first: int, count: int, *, write: bool = False) -> Loan | None:
+        """Slots of this rank's part of pages, for somebody who copies their bytes himself, as a device does.
+
+        Args:
+            first: index of the first page.
+            count: pages; fewer where the request has fewer.
+            write: to be written; those before the first private page are not.
+
+        Returns:
+            To be closed when the copies have ended; None where nothing may be touched any more, or pages are streamed.
+
+        Raises:
+            InvalidInput: a first page that this request has not, or may not write.
+            CacheClosed: the request or the cache is closed.
+        """
+        pages = self._open()
+        return None if pages is None else pages.lend(first, count, least=self._ticket.start if write else 0)
 
     def page(self, page: int) -> Bytes:
         """This rank's part of a page, not a copy; see `ConnectedRequest.page`."""

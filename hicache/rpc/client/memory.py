@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, Final
 
@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hicache.core.residency import Slots
-from hicache.errors import ConfigError
+from hicache.errors import CacheClosed, ConfigError
 from hicache.memory.arena import MappedArena, MappedWords
 from hicache.memory.base import Bytes
 from hicache.memory.rankpages import RankMemory, RankPages
@@ -52,6 +52,8 @@ class SharedPages:
         self.written = Written(attached.slots)
         self._lifeline = lifeline
         self._stop = threading.Event()
+        self._closing = threading.Lock()
+        self._closed = False
         self._populating: threading.Thread | None = None
         with ExitStack() as stack:
             memories, arenas = [], []
@@ -88,6 +90,26 @@ class SharedPages:
     def writes(self) -> bool:
         """Whether this rank writes any part of its pages."""
         return self._pages.writes
+
+    @property
+    def pages(self) -> RankPages:
+        """Where this rank's pages lie, for those who copy without this; what they write they tell by `wrote`."""
+        return self._pages
+
+    def before_unmapping(self, callback: Callable[[], None]) -> None:
+        """Call once when the memory is let go of, while it is still mapped.
+
+        Raises:
+            CacheClosed: it is closed.
+        """
+        with self._closing:
+            if self._closed:
+                raise CacheClosed("this shared memory is closed")
+            self._held.callback(callback)
+
+    def wrote(self, slots: Slots) -> None:
+        """Somebody who copies without this has written these slots."""
+        self._note(slots)
 
     def page(self, slot: int) -> Bytes:
         """One page, not a copy; see `RankPages.page`. Who has it may write it, so it counts as written."""
@@ -137,6 +159,8 @@ class SharedPages:
         """
         self._stop.set()
         self.wait_populated()  # it looks after each step
+        with self._closing:
+            self._closed = True
         self._held.close()
         if finished:
             self._lifeline.finish()

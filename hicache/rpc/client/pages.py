@@ -19,6 +19,7 @@ import numpy.typing as npt
 from hicache.core.residency import Slots
 from hicache.errors import CacheClosed, GeometryError, InvalidInput, LeaseExpired
 from hicache.memory.base import Bytes
+from hicache.rpc.client.loans import Loan
 from hicache.rpc.v1 import session_pb2 as pb
 from hicache.units import whole_number
 
@@ -203,6 +204,34 @@ class LeasedPages:
         if number is None or number < self.first:
             raise InvalidInput(f"first={first!r:.40}: the pages of this request begin at {self.first}")
         return number, max(number, min(number + count, self.end))
+
+    def lend(self, first: int, count: int, *, least: int = 0) -> Loan | None:
+        """Slots of pages for somebody who copies their bytes himself, as a device does; close it when that has ended.
+
+        Args:
+            first: index of the first page.
+            count: pages; fewer where the request has fewer.
+            least: pages before it may not be lent, as for writing.
+
+        Returns:
+            None where nothing may be touched any more, there is no page, or the pages are streamed.
+        """
+        if (number := whole_number(first)) is not None and number < least:
+            raise InvalidInput(f"first={number}: pages before {least} are shared, and read only")
+        begin, end = self.span(first, count)
+        memory = self.connection.memory
+        if begin == end or memory is None or self.connection.gone() or not self._enter():
+            return None
+        part = slice(begin - self.first, end - self.first)
+        return Loan(self, memory, self._slots[part], self._words[part])
+
+    def returned(self, *, read: int, written: int) -> None:
+        """A loan has ended. Called once, by it."""
+        if read:
+            self._state.counters.add("pages_read", read)
+        if written:
+            self._state.counters.add("pages_written", written)
+        self._leave()
 
     async def read_into(self, buffers: Buffers, first: int) -> int:
         """Copy pages out; see `ConnectedRequest.read_into`."""

@@ -232,7 +232,7 @@ def test_slots_and_pages_that_do_not_exist_are_refused(cuda: FakeCuda) -> None:
         (lambda: pool.read_page(SLOTS), "device slot 6 does not exist: the pool has 6"),
         (lambda: pool.read_page("a"), "no slot number"),  # type: ignore[arg-type]
         (lambda: pool.write_page(0, b"short"), "a page has 512 bytes, not 5"),
-        (lambda: pool.write_page(0, 7), "bytes or a numpy array"),  # type: ignore[arg-type]
+        (lambda: pool.write_page(0, 7), "bytes or a numpy array"),
         (lambda: pool.gather(np.zeros(1, np.int64), host, np.zeros(1, np.int64)), "host pages have 4096 bytes"),
         (lambda: pool.check_geometry(GEOMETRY, 8), "open it with the pool's geometry"),
     ):

@@ -1,0 +1,204 @@
+"""KV tensors on a GPU, copied straight from and to the service's memory by `hicache.cuda`.
+
+Loads are waited for by the engine's stream, layer by layer, never by its thread; stores wait for an event behind what
+the engine has begun. What is here was tried with a fake of CUDA: no GPU was at hand.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from hicache.cuda.blocks import BlockPlane, CudaBlocks, good
+from hicache.cuda.driver import CudaDriver
+from hicache.cuda.events import CudaEvent
+from hicache.cuda.lanes import CudaCopy
+from hicache.cuda.options import DEFAULTS, CudaOptions
+from hicache.errors import ConfigError
+from hicache.rpc.client.group import JoinedRequest
+from hicache_vllm.layouts import ROWS, Layout, PageForm, Run
+from hicache_vllm.tensors import Bytes, Wait, integers
+
+__all__ = ["GpuTensors"]
+
+STAGED_BYTES = 32 << 20
+"""Of pages on their way through a buffer, where the service's memory cannot be reached."""
+
+
+class GpuTensors:
+    """One rank's tensors on a GPU; see `KVTensors` and `DirectTensors`.
+
+    Args:
+        layers: one tensor a layer, in order; they stay the engine's.
+        layout: of each.
+        form: of a page.
+        driver: of the device; None opens it.
+        options: how pages are copied.
+
+    Raises:
+        ConfigError: rows that are cut in a way that only the engine's own kernels know; no cupy, no driver, ...
+        GeometryError: tensors of two devices.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Any],
+        layout: Layout,
+        form: PageForm,
+        *,
+        driver: CudaDriver | None = None,
+        options: CudaOptions = DEFAULTS,
+    ) -> None:
+        if len(layers) != form.layers:
+            raise ConfigError(f"vLLM has {len(layers)} layers with a KV cache, the model {form.layers}: not understood")
+        shape = form.shape
+        self._form = form
+        self._blocks = CudaBlocks(
+            [_planes(tensor, layout, form) for tensor in layers],
+            tokens=form.per_page * shape.tokens,
+            head_group=form.group,
+            row_bytes=shape.width * shape.itemsize,
+            keep=list(layers),
+            driver=driver,
+            options=options,
+            device=layers[0].device.index,
+        )
+        self._behind: dict[int, CudaEvent] = {}
+
+    @property
+    def block_bytes(self) -> int:
+        """See `KVTensors`."""
+        return self._form.page_bytes // self._form.per_page
+
+    def mark(self) -> Callable[[], None]:
+        """See `KVTensors`: the copies that the calling thread begins next wait for it, not the thread."""
+        event = self._blocks.mark()
+
+        def ready() -> None:
+            self._behind[threading.get_ident()] = event
+
+        return ready
+
+    def fetch(
+        self, joined: JoinedRequest, first: int, blocks: Sequence[int], *, inside: int, begun: Callable[[Wait], None]
+    ) -> int:
+        """See `DirectTensors`."""
+        per_page, behind = self._form.per_page, self._event()
+        pages = -(-(inside + len(blocks)) // per_page)
+        loan = joined.lend(first, pages)
+        if loan is None:
+            return self._fetch_staged(joined, first, blocks, inside=inside, begun=begun)
+        with loan:
+            usable = min(max(loan.good() * per_page - inside, 0), len(blocks))
+            copy = self._blocks.load(loan.memory, loan.slots, blocks[:usable], inside=inside, behind=behind)
+            begun(self._waits(copy))
+            copy.wait(None)
+            right = min(good(copy), max(loan.good() * per_page - inside, 0))
+            loan.read(-(-(right + inside) // per_page) if right else 0)
+        return right
+
+    def put(self, joined: JoinedRequest, first: int, blocks: Sequence[int]) -> int:
+        """See `DirectTensors`."""
+        per_page, behind = self._form.per_page, self._event()
+        loan = joined.lend(first, len(blocks) // per_page, write=True)
+        if loan is None:
+            return self._put_staged(joined, first, blocks)
+        with loan:
+            if not all(memory.writes for memory in loan.memory.pages.memories):
+                usable = 0  # another rank writes a part: what goes where is the client's business
+            else:
+                usable = loan.good()
+                copy = self._blocks.store(loan.memory, loan.slots[:usable], blocks[: usable * per_page], behind=behind)
+                copy.wait(None)
+                written = min(good(copy) // per_page, loan.good())
+                loan.wrote(written)
+                return written
+        return self._put_staged(joined, first, blocks)
+
+    def load(self, pages: Bytes, runs: Sequence[Run], came: Callable[[int], None] | None = None) -> None:
+        """See `KVTensors`."""
+        self._blocks.buffer(len(pages))[:] = pages
+        for run in runs:
+            page, inside = divmod(run.at, self._form.per_page)
+            numbers = range(run.block, run.block + run.count)
+            copy = self._blocks.load(None, np.arange(page, len(pages)), numbers, inside=inside, behind=self._event())
+            copy.wait(None)
+        if came is not None:
+            for layer in range(self._form.layers):
+                came(layer)
+
+    def store(self, pages: int, runs: Sequence[Run]) -> Bytes:
+        """See `KVTensors`: always whole pages."""
+        buffer = self._blocks.buffer(pages)
+        blocks = [run.block + at for run in runs for at in range(run.count)]
+        copy = self._blocks.store(None, np.arange(pages), blocks, behind=self._event())
+        copy.wait(None)
+        if good(copy) < len(blocks):
+            raise ConfigError("blocks could not be read from the GPU: the log says why")
+        return buffer
+
+    def close(self) -> None:
+        """Let copies end, and let go of everything. Idempotent."""
+        self._blocks.close()
+
+    def _fetch_staged(
+        self, joined: JoinedRequest, first: int, blocks: Sequence[int], *, inside: int, begun: Callable[[Wait], None]
+    ) -> int:
+        per_page, at, right = self._form.per_page, 0, 0
+        step = max(1, STAGED_BYTES // self._form.page_bytes)
+        while at < len(blocks):
+            skip = inside if not at else 0
+            count = min(step, -(-(skip + len(blocks) - at) // per_page))
+            buffer = self._blocks.buffer(step)[:count]
+            came = joined.read_into(buffer, first=first + (inside + at) // per_page)
+            part = blocks[at : at + count * per_page - skip][: max(came * per_page - skip, 0)]
+            copy = self._blocks.load(None, np.arange(count), part, inside=skip, behind=self._event())
+            copy.wait(None)
+            right = at + good(copy)
+            at += count * per_page - skip
+            if right < min(at, len(blocks)):
+                break
+        begun(lambda layer: layer)  # all of it is there
+        return right
+
+    def _put_staged(self, joined: JoinedRequest, first: int, blocks: Sequence[int]) -> int:
+        per_page, done = self._form.per_page, 0
+        pages = len(blocks) // per_page
+        step = max(1, STAGED_BYTES // self._form.page_bytes)
+        while done < pages:
+            count = min(step, pages - done)
+            buffer = self._blocks.buffer(step)[:count]
+            part = blocks[done * per_page : (done + count) * per_page]
+            copy = self._blocks.store(None, np.arange(count), part, behind=self._event())
+            copy.wait(None)
+            right = good(copy) // per_page
+            written = joined.write_from(buffer[:right], first=first + done) if right else 0
+            done += written
+            if written < count:
+                break
+        return done
+
+    def _waits(self, copy: CudaCopy) -> Wait:
+        return lambda layer: copy.let_wait(layer, self._blocks.current_stream())
+
+    def _event(self) -> CudaEvent:
+        found = self._behind.get(threading.get_ident())
+        return self._blocks.mark() if found is None else found
+
+
+def _planes(tensor: Any, layout: Layout, form: PageForm) -> list[BlockPlane]:
+    """Where keys and values of a layer are."""
+    if layout.packed or any(half != ROWS for half in layout.halves):
+        raise ConfigError(f"layout {layout.name} divides rows: it is copied by the engine's own kernels only")
+    size = form.shape.itemsize
+    found = []
+    for plane in layout.planes(tensor.detach().view(integers(size)), form.shape):
+        blocks, heads, tokens, _, width, _ = plane.shape
+        if width > 1 and plane.stride(4) != 1:
+            raise ConfigError(f"layout {layout.name}: a row of a token and head is not one run of memory")
+        steps = (plane.stride(0) * size, plane.stride(2) * size, plane.stride(1) * size)
+        found.append(BlockPlane(plane.data_ptr(), blocks, tokens, heads, steps))
+    return found
