@@ -68,14 +68,25 @@ class Span:
         batch: rows.
         tokens: columns.
         dtype: of the elements.
+        devices: to which `layers` brings them; pinned where one is a GPU, so that its copies do not block the thread.
     """
 
-    def __init__(self, shape: PageShape, *, batch: int, tokens: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        shape: PageShape,
+        *,
+        batch: int,
+        tokens: int,
+        dtype: torch.dtype,
+        devices: Sequence[torch.device] = (),
+    ) -> None:
         self.shape = shape
         self.tokens = tokens
         width = shape.row // dtype.itemsize
         # Zeros: padding is masked, but its weight of zero times something infinite would not be zero.
-        self._tensor = torch.zeros((shape.layers, 2, batch, shape.kv_heads, tokens, width), dtype=dtype)
+        size = (shape.layers, 2, batch, shape.kv_heads, tokens, width)
+        pinned = any(device.type == "cuda" for device in devices)
+        self._tensor = torch.zeros(size, dtype=dtype, pin_memory=pinned)
         self._bytes: Bytes = self._tensor.view(torch.uint8).numpy()
 
     def put_pages(self, row: int, pages: Sequence[Bytes], *, start: int) -> None:
@@ -107,9 +118,13 @@ class Span:
                 self._tensor[layer, plane, row, :, start:].copy_(tensor.detach()[source, :, first:end])
 
     def layers(self, devices: Sequence[torch.device]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Keys and values layer by layer, `(batch, kv_heads, tokens, head_dim)`, each on the layer's device."""
+        """Keys and values layer by layer, `(batch, kv_heads, tokens, head_dim)`, each on the layer's device.
+
+        To a GPU they go in the order of its current stream, behind which the model computes. Nothing may be written
+        into the span from then on; its memory is torch's, which gives it to nobody before they are there.
+        """
         for of_layer, device in zip(self._tensor, devices, strict=True):
-            yield of_layer[0].to(device), of_layer[1].to(device)
+            yield of_layer[0].to(device, non_blocking=True), of_layer[1].to(device, non_blocking=True)
 
     def _places(self, row: int, pages: Sequence[Bytes], start: int) -> Iterator[tuple[Bytes, slice, Bytes]]:
         size, groups = self.shape.tokens, self.shape.kv_heads // self.shape.head_group

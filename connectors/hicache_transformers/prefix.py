@@ -166,7 +166,8 @@ def _state(batch: Batch, fill: int) -> Any:
     engine = batch.engine
     state = new_state(engine.model)
     if fill:
-        span = Span(engine.pages, batch=len(batch.rows), tokens=fill, dtype=engine.shape.dtype)
+        shape = engine.shape
+        span = Span(engine.pages, batch=len(batch.rows), tokens=fill, dtype=shape.dtype, devices=shape.devices)
         for at, (row, request) in enumerate(zip(batch.rows, batch.requests, strict=True)):
             pages = request.pages()
             span.put_pages(at, pages, start=row.padding)
@@ -183,7 +184,8 @@ def _compute(engine: Engine, span: Span, at: int, row: Row, pages: Sequence[Byte
     hit, wanted = len(pages) * engine.pages.tokens, span.tokens - row.padding
     state = new_state(engine.model)
     if hit:
-        before = Span(engine.pages, batch=1, tokens=hit, dtype=engine.shape.dtype)
+        shape = engine.shape
+        before = Span(engine.pages, batch=1, tokens=hit, dtype=shape.dtype, devices=shape.devices)
         before.put_pages(0, pages, start=0)
         _put(engine, state, before)
     ids = torch.from_numpy(row.tokens[hit:wanted].astype(np.int64))[None].to(engine.model.device)

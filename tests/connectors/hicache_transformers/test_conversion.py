@@ -83,3 +83,19 @@ def test_a_row_can_be_filled_behind_pages() -> None:
         for new, old in ((keys, old_keys), (values, old_values)):
             assert np.array_equal(as_bytes(new[0, :, 5:]), as_bytes(old[0, :, 4:8]))
             assert not as_bytes(new[0, :, :5]).any()
+
+
+def test_what_goes_to_a_gpu_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without one at hand: that torch is asked for pinned memory, there and nowhere else."""
+    asked: list[bool] = []
+    zeros = torch.zeros
+
+    def seen(*size: Any, pin_memory: bool, **options: Any) -> torch.Tensor:
+        asked.append(pin_memory)
+        return zeros(*size, **options)
+
+    monkeypatch.setattr(torch, "zeros", seen)
+    pages = PageShape(layers=1, kv_heads=1, tokens=4, row=8, head_group=1)
+    for devices in ((), (torch.device("cpu"),), (torch.device("cuda", 0),)):
+        Span(pages, batch=1, tokens=4, dtype=torch.float32, devices=devices)
+    assert asked == [False, False, True]
