@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -173,14 +173,14 @@ def choose(
             while unproven:
                 if wrong := _wrong(scratch, executors.usable[unproven[0]]):
                     absent[unproven[0]] = wrong
-                    executors.usable.pop(unproven[0]).close()
+                    _drop(executors, unproven[0])
                 unproven.pop(0)
             if asked == AUTO and len(executors.usable) > 1:
                 rates = _measured(scratch, executors, clock, seconds, lengths)
     except CudaError as error:
         for name in unproven:
             absent[name] = f"it could not be proven ({error})"
-            executors.usable.pop(name)
+            _drop(executors, name)
         notes.append(f"nothing could be measured ({error}): {_unmeasured(executors)} is used for all runs")
     up = down = _only(asked)
     if asked not in executors.usable:
@@ -192,6 +192,11 @@ def choose(
     return ChosenExecutors(
         executors, Choice(asked, up, down, tuple(rates), tuple(sorted(absent.items())), tuple(notes))
     )
+
+
+def _drop(executors: Executors, name: str) -> None:
+    with suppress(CudaError):  # a device that is lost gives nothing back, and says so elsewhere
+        executors.usable.pop(name).close()
 
 
 def _only(name: str) -> tuple[tuple[int, str], ...]:

@@ -184,6 +184,8 @@ def test_without_memory_to_measure_in_nothing_unproven_is_used(caplog: pytest.Lo
     assert "could not be proven" in dict(found.choice.absent)["kernel"]
     assert "plain is used for all runs" in caplog.text
     found.close()
+    assert cuda.allocated == {}
+    assert cuda.registered == {}
 
 
 def test_tables_go_the_way_that_was_chosen_for_their_mean_run() -> None:
