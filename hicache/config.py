@@ -210,6 +210,9 @@ class Policies(_Section, frozen=True, kw_only=True):
     eviction: Annotated[
         Literal["lru", "lfu", "slru", "priority"], Meta(description="which pages leave host memory first")
     ] = "lru"
+    protected_share: Annotated[
+        Annotated[float, Meta(ge=0, le=1)], Meta(description="share of host memory that slru protects at most")
+    ] = 0.2
     prefetch: Annotated[
         Literal["best_effort", "timeout", "wait_complete"],
         Meta(description="how long a load waits for storage: not at all, as below, or as its client allows"),

@@ -36,6 +36,7 @@ _SETTINGS: Final = (
     ("storage", "SIZE", 'that all instances share: pages, bytes with a unit, or "unlimited"; 0 is none', "0"),
     ("page_size", "P", 'tokens of a page, or "trace": each id is one page', "trace"),
     ("eviction", "|".join(EVICTION), "which pages go first", "lru"),
+    ("protected_share", "SHARE", "of a tier, what slru protects at most", "0.2"),
     ("write_policy", "|".join(WRITE_POLICIES), "when pages go down", "write_through"),
     ("admission", "K", 'write pages down from their K-th use on, or "policy": as the write policy says', "policy"),
     ("prefetch", "|".join(PREFETCH), "how long storage is waited for", "wait_complete"),
@@ -216,6 +217,8 @@ def _value(name: str, text: str) -> Any:
     if name in ("decide", "instant"):
         choice(option, text, ("yes", "no"))
         return text == "yes"
+    if name == "protected_share":
+        return 0.0 if text == "0" else number(option, text, "a share such as 0.2")
     if name == "speed":
         return number(option, text, "a factor such as 2")
     if (name, text) in (("page_size", "trace"), ("admission", "policy")):

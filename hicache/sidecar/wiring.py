@@ -53,6 +53,7 @@ def hosted_options(config: Config) -> dict[str, Any]:
     return {
         "write_policy": policies.write,
         "eviction": policies.eviction,
+        "protected_share": policies.protected_share,
         "prefetch": policies.prefetch,
         "prefetch_timeout": PrefetchTimeout(
             policies.prefetch_base, policies.prefetch_per_1024_tokens, policies.prefetch_cap

@@ -253,6 +253,7 @@ def _settings(documents: Documents) -> Section:
             ("host, each instance", lambda each: pages(each.settings.host, each.page_bytes)),
             ("storage, shared", lambda each: pages(each.settings.storage, each.page_bytes)),
             ("eviction", lambda each: each.settings.eviction),
+            ("slru protects at most", lambda each: percent(each.settings.protected_share)),
             ("write policy", lambda each: each.settings.write_policy),
             (
                 "written down from use",

@@ -29,6 +29,7 @@ class Settings(msgspec.Struct, frozen=True):
     storage: Count | None
     page_size: Count | None
     eviction: Text
+    protected_share: Share
     write_policy: Text
     admission: Count | None
     prefetch: Text

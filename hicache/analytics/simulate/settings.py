@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from math import inf, isfinite
 from typing import Any, Final
 
-from hicache.core.config import EdgePolicy
+from hicache.core.config import PROTECTED_SHARE, EdgePolicy
 from hicache.core.eviction import policy_named
 from hicache.core.symbols import MAX_PAGE_SIZE
 from hicache.errors import ConfigError
@@ -89,6 +89,7 @@ class SimulationSettings:
         storage: pages of the storage that all instances share; 0 is none, None is without limit.
         page_size: tokens of a page; None: each id of the trace is one.
         eviction: which pages go first.
+        protected_share: of a tier, what `slru` protects at most.
         write_policy: `write_through`, `write_through_selective` or `write_back`.
         admission: pages are written down from so many uses on, over both edges, instead of what `write_policy` says.
         prefetch: how long storage is waited for, as `hicache.open` takes it.
@@ -107,6 +108,7 @@ class SimulationSettings:
     storage: int | None = 0
     page_size: int | None = None
     eviction: str = "lru"
+    protected_share: float = PROTECTED_SHARE
     write_policy: str = "write_through"
     admission: int | None = None
     prefetch: str = "wait_complete"
@@ -133,6 +135,8 @@ class SimulationSettings:
             value = getattr(self, name)
             if value is not None and not least <= value <= most:
                 raise ConfigError(f"--{name.replace('_', '-')} {value}: must be {least} to {most}")
+        if not 0 <= self.protected_share <= 1:
+            raise ConfigError(f"--protected-share {self.protected_share:g}: must be 0 to 1")
         if self.storage != 0 and not self.host:
             raise ConfigError("--storage needs a host tier, through which its pages go: give --host above 0")
         if not (self.speed > 0 and isfinite(self.speed)):
@@ -150,6 +154,7 @@ class SimulationSettings:
             down = out = EdgePolicy(self.admission, on_eviction=down.on_eviction)
         return Options(
             eviction=self.eviction,
+            protected_share=self.protected_share,
             device_to_host=down,
             host_to_storage=out,
             prefetch=self.prefetch,

@@ -9,7 +9,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 from hicache.config import Config, FileMode, Policies, Size
-from hicache.core.config import WRITE_POLICIES
+from hicache.core.config import PROTECTED_SHARE, WRITE_POLICIES
 from hicache.core.eviction import POLICIES
 from hicache.errors import ConfigError
 from hicache.runtime.options import PREFETCH_MODES
@@ -207,3 +207,4 @@ def test_choices_are_those_of_the_runtime() -> None:
     assert set(get_args(kinds["write"])) == set(WRITE_POLICIES)
     assert set(get_args(kinds["eviction"])) == set(POLICIES)
     assert set(get_args(kinds["prefetch"])) == set(PREFETCH_MODES)
+    assert Policies().protected_share == PROTECTED_SHARE
