@@ -43,8 +43,8 @@ while the next are prepared."""
 _DIRECT_RUNS: Final = 8
 """Up to so many runs the kernel reads its table from pinned memory itself: that is a few reads over the link, where a
 copy would be one more piece of work in the stream."""
-TABLE_RUNS: Final = 16_000
-"""Runs of one launch: its table is half a MiB. More are several launches."""
+TABLE_RUNS: Final = 8_000
+"""Runs of one launch: its table is a quarter of a MiB. More are several launches."""
 _TABLES: Final = 8
 """Tables that may be in use at once; one more waits until the first of them is no longer needed. Their memory is taken
 when the executor is made, as taking some can make a device wait for all that it does."""
