@@ -201,7 +201,7 @@ class TestReasons:
         read = "hicache.rpc.client.group.JoinedRequest.read_into"
         monkeypatch.setattr(read, lambda _, buffers, first=0: min(len(buffers), 3))
         monkeypatch.setattr(engine.workers[0]._worker._tensors, "load", lambda *_: None)
-        monkeypatch.setattr(engine, "_compute", lambda *_: None)  # nothing was really read
+        monkeypatch.setattr(engine, "_compute", lambda *_: ())  # nothing was really read
         found = self.counts(engine)
         assert (found["hit_tokens/host"], found["missed_tokens/lost"]) == (24, 8)
 
