@@ -65,14 +65,16 @@ def test_two_ranks_write_what_one_reads_and_the_other_way_round(
 class Server:
     """`vllm serve` on a free port of the loopback interface."""
 
-    def __init__(self, extra: dict[str, Any], log: Path, *options: str) -> None:
+    def __init__(self, extra: dict[str, Any] | None, log: Path, *options: str) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         command = [str(Path(sys.executable).parent / "vllm"), "serve", TINY, "--served-model-name", "tiny"]
         command += ["--host", "127.0.0.1", "--port", str(self.port), "--dtype", "float32", "--enforce-eager"]
         command += ["--max-model-len", "1024", "--max-num-seqs", "8", "--block-size", str(BLOCK)]
-        command += ["--kv-transfer-config", json.dumps(transfer(extra)), *options]
+        if extra is not None:
+            command += ["--kv-transfer-config", json.dumps(transfer(extra))]
+        command += options
         environment = os.environ | ENVIRONMENT | {"VLLM_SERVER_DEV_MODE": "1"}
         self.log = log
         with log.open("wb") as output:
