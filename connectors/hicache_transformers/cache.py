@@ -15,6 +15,7 @@ from hicache_transformers.model import ModelWatch, describe_model
 from hicache_transformers.pages import ConnectedPages, EmbeddedPages, Separation
 from hicache_transformers.prefix import Engine, Prefix, begin
 from hicache_transformers.rows import Bypass, read_rows
+from hicache_transformers.tiers import open_tier
 
 __all__ = ["PrefixCache"]
 
@@ -32,8 +33,8 @@ class PrefixCache:
         model: a decoder-only model with full attention (MHA, GQA, MQA) in evaluation mode, loaded and on its device.
         storage: URL of what outlives the process, such as "file:///var/cache/hicache?capacity=100GiB"; None: none.
         host: size of the tier in main memory, such as "8GiB"; by default 1 GiB.
-        device: size of the tier that calls read from and write to, in main memory too; by default 256 MiB. One prompt
-            is reused up to this size.
+        device: size of the tier that calls read from and write to: in the GPU's memory where all of the model is on
+            one, else in main memory too; by default 256 MiB. One prompt is reused up to this size.
         address: of a service (`hicache serve`) that keeps the pages instead; then the three above are its business.
         page_size: tokens a page, the unit of reuse: up to so many tokens behind the last whole page are computed
             again.
@@ -245,13 +246,15 @@ class PrefixCache:
     ) -> EmbeddedPages | ConnectedPages:
         if address is None:
             options = {"host": _HOST if host is None else host, "storage": storage, **options}
-            pages = EmbeddedPages(self.namespace, self._pages, device=device or _DEVICE, options=options)
+            tier, why = open_tier(self.namespace, self._pages, self._shape, size=device or _DEVICE)
+            self.warnings += [] if why is None else [why]
+            pages = EmbeddedPages(self.namespace, self._pages, tier, options=options)
             self._warn_if_small(pages)
             return pages
         for what, value in (("storage", storage), ("host", host), ("device", device), ("tenant", self._tenant)):
             if value is not None:
                 raise ConfigError(f"{what}= is the service's business where address= is given: leave it out")
-        return ConnectedPages(address, self.namespace, self._pages, options=options)
+        return ConnectedPages(address, self.namespace, self._pages, self._shape, options=options)
 
     def _warn_if_small(self, pages: EmbeddedPages) -> None:
         most = getattr(self._model.config, "max_position_embeddings", None)

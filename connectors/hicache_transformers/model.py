@@ -48,6 +48,12 @@ class ModelShape:
         return len(self.devices)
 
     @property
+    def on_gpu(self) -> torch.device | None:
+        """The NVIDIA GPU that has all layers, if one has."""
+        (first, *others) = set(self.devices)
+        return first if not others and first.type == "cuda" else None
+
+    @property
     def dtype_name(self) -> str:
         """Such as "bfloat16"."""
         return str(self.dtype).removeprefix("torch.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -11,14 +10,13 @@ import numpy.typing as npt
 
 import hicache
 from hicache.core.identity import Adapter, Namespace
-from hicache.runtime.options import pool_pages
-from hicache_transformers.convert import Bytes, PageShape
+from hicache_transformers.convert import Bytes, PageShape, Span
+from hicache_transformers.model import ModelShape
+from hicache_transformers.tiers import Computed, DeviceTier, PageSpan
 
 __all__ = ["ConnectedPages", "EmbeddedPages", "PageRequest", "PageSource", "Separation"]
 
 Tokens: TypeAlias = npt.NDArray[np.uint32]
-Fill: TypeAlias = Callable[[int, Sequence[Bytes]], None]
-"""Writes pages of a prompt, from the page of that index on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +40,11 @@ class PageRequest(Protocol):
         """Wait until its pages are here, at most until the deadline."""
         ...
 
-    def pages(self) -> Sequence[Bytes]:
-        """These pages, to be read only; valid until `close`."""
+    def pages(self) -> Any:
+        """These pages, for a span of the source: a sequence, to be read only; valid until `close`."""
         ...
 
-    def store(self, more: Tokens, fill: Fill) -> tuple[int, int]:
+    def store(self, more: Tokens, computed: Computed) -> tuple[int, int]:
         """Publish the pages that were computed: of the prompt, and of `more` behind it.
 
         Returns:
@@ -69,50 +67,53 @@ class PageSource(Protocol):
         """Look a prompt up, and begin to fetch its pages. The deadline, in seconds, runs from now on."""
         ...
 
+    def span(self, *, batch: int, tokens: int) -> PageSpan:
+        """A span of zeros, for its requests' pages."""
+        ...
+
 
 class EmbeddedPages:
-    """A cache of this process. Owns it, and the memory of its device tier, which is main memory.
+    """A cache of this process. Owns it, and its device tier.
 
     Args:
         namespace: names the pages.
         shape: sizes of a page.
-        device: size of the device tier, in pages or bytes with a unit.
+        tier: the device tier; closed here where the cache cannot be opened.
         options: for `hicache.open`.
 
     Raises:
         ConfigError, StorageError: as `hicache.open`.
     """
 
-    def __init__(self, namespace: Namespace, shape: PageShape, *, device: str | int, options: dict[str, Any]) -> None:
+    def __init__(self, namespace: Namespace, shape: PageShape, tier: DeviceTier, *, options: dict[str, Any]) -> None:
         self._shape = shape
-        slots = max(1, pool_pages(device, page_bytes=shape.page_bytes, tier="device"))
-        self.memory = shape.slots(slots)
-        # Bytes stand for any dtype there, so their last axis counts bytes.
-        self._pool = hicache.TensorDevicePool.attach(
-            self.memory, namespace.geometry, page_size=namespace.page_size, layout="page_first"
-        )
+        self._tier = tier
         try:
-            self.cache = hicache.open(namespace, device=self._pool, **options)
+            self.cache = hicache.open(namespace, device=tier.pool, **options)
         except BaseException:
-            self._pool.close()
+            tier.close()
             raise
 
     @property
     def capacity(self) -> int:
         """Pages of the device tier: of one prompt no more can be reused."""
-        return len(self.memory)
+        return self._tier.pool.slots or 0
 
     def begin(self, tokens: Tokens, whose: Separation, *, deadline: float | None) -> PageRequest:
         """See `PageSource`."""
         request = self.cache.request(
             tokens, deadline=deadline, adapter=whose.adapter, tenant=whose.tenant, salt=whose.salt
         )
-        return _EmbeddedRequest(request, self.memory, self._shape)
+        return _EmbeddedRequest(request, self._tier, self._shape)
+
+    def span(self, *, batch: int, tokens: int) -> PageSpan:
+        """See `PageSource`."""
+        return self._tier.span(batch=batch, tokens=tokens)
 
     def close(self) -> None:
         """Drain and close. Idempotent."""
         self.cache.close()
-        self._pool.close()
+        self._tier.close()
 
 
 class ConnectedPages:
@@ -122,20 +123,28 @@ class ConnectedPages:
         address: of the service.
         namespace: names the pages.
         shape: sizes of a page.
+        model: what the model keeps.
         options: for `hicache.connect`.
 
     Raises:
         ConfigError, ServiceError: as `hicache.connect`.
     """
 
-    def __init__(self, address: str, namespace: Namespace, shape: PageShape, *, options: dict[str, Any]) -> None:
+    def __init__(
+        self, address: str, namespace: Namespace, shape: PageShape, model: ModelShape, *, options: dict[str, Any]
+    ) -> None:
         self._shape = shape
+        self._model = model
         self.cache = hicache.connect(address, namespace, **options)
 
     def begin(self, tokens: Tokens, whose: Separation, *, deadline: float | None) -> PageRequest:
         """See `PageSource`. The tenant is the service's business."""
         request = self.cache.request(tokens, deadline=deadline, adapter=whose.adapter, salt=whose.salt)
         return _ConnectedRequest(request, self._shape)
+
+    def span(self, *, batch: int, tokens: int) -> PageSpan:
+        """See `PageSource`."""
+        return Span(self._shape, batch=batch, tokens=tokens, dtype=self._model.dtype, devices=self._model.devices)
 
     def close(self) -> None:
         """Say goodbye. Idempotent."""
@@ -151,9 +160,9 @@ def _allocated(request: hicache.Request | hicache.ConnectedRequest, wanted: int)
 
 
 class _EmbeddedRequest:
-    def __init__(self, request: hicache.Request, memory: Bytes, shape: PageShape) -> None:
+    def __init__(self, request: hicache.Request, tier: DeviceTier, shape: PageShape) -> None:
         self._request = request
-        self._memory = memory
+        self._tier = tier
         self._shape = shape
         self._slots: npt.NDArray[np.int64] = np.empty(0, np.int64)
 
@@ -164,10 +173,10 @@ class _EmbeddedRequest:
     def usable(self) -> int:
         return len(self._slots)
 
-    def pages(self) -> Sequence[Bytes]:
-        return self._views(self._slots)
+    def pages(self) -> Any:
+        return self._tier.pages(self._slots)
 
-    def store(self, more: Tokens, fill: Fill) -> tuple[int, int]:
+    def store(self, more: Tokens, computed: Computed) -> tuple[int, int]:
         request = self._request
         request.extend(more)
         wanted = request.tokens // self._shape.tokens - self.usable
@@ -175,15 +184,12 @@ class _EmbeddedRequest:
             return 0, 0
         slots = _allocated(request, wanted)
         if len(slots):
-            fill(self.usable, self._views(slots))
-            request.commit(upto=(self.usable + len(slots)) * self._shape.tokens, ready=hicache.READY)
+            ready = self._tier.write(slots, computed, first=self.usable)
+            request.commit(upto=(self.usable + len(slots)) * self._shape.tokens, ready=ready)
         return len(slots), wanted - len(slots)
 
     def close(self, *, aborted: bool = False) -> None:
         self._request.close(aborted=aborted)
-
-    def _views(self, slots: Any) -> Sequence[Bytes]:
-        return [self._shape.of_slot(self._memory[slot]) for slot in slots.tolist()]
 
 
 class _ConnectedRequest:
@@ -202,10 +208,10 @@ class _ConnectedRequest:
     def usable(self) -> int:
         return self._usable
 
-    def pages(self) -> Sequence[Bytes]:
+    def pages(self) -> list[Bytes]:
         return [self._shape.of_canonical(page) for page in self._read[: self._usable]]
 
-    def store(self, more: Tokens, fill: Fill) -> tuple[int, int]:
+    def store(self, more: Tokens, computed: Computed) -> tuple[int, int]:
         request = self._request
         self._read = self._read[:0]
         request.extend(more)
@@ -214,7 +220,7 @@ class _ConnectedRequest:
             return 0, 0
         count = len(_allocated(request, wanted))
         fresh = np.empty((count, self._shape.page_bytes), np.uint8)
-        fill(self._usable, [self._shape.of_canonical(page) for page in fresh])
+        computed.fill(self._shape, [self._shape.of_canonical(page) for page in fresh], first=self._usable)
         written = request.write_from(fresh) if count else 0
         if written:
             request.commit(upto=(self._usable + written) * self._shape.tokens)

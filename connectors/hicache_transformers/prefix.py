@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from hicache_transformers.convert import Bytes, PageShape, Span
+from hicache_transformers.convert import PageShape
 from hicache_transformers.counters import Counters
 from hicache_transformers.model import ModelShape, layers_of, new_state
 from hicache_transformers.pages import PageRequest, PageSource, Separation
 from hicache_transformers.rows import Row, columns_to_fill, generated_tokens
+from hicache_transformers.tiers import Computed, PageSpan
 
 __all__ = ["Engine", "Prefix", "begin"]
 
@@ -166,8 +167,7 @@ def _state(batch: Batch, fill: int) -> Any:
     engine = batch.engine
     state = new_state(engine.model)
     if fill:
-        shape = engine.shape
-        span = Span(engine.pages, batch=len(batch.rows), tokens=fill, dtype=shape.dtype, devices=shape.devices)
+        span = engine.source.span(batch=len(batch.rows), tokens=fill)
         for at, (row, request) in enumerate(zip(batch.rows, batch.requests, strict=True)):
             pages = request.pages()
             span.put_pages(at, pages, start=row.padding)
@@ -179,13 +179,12 @@ def _state(batch: Batch, fill: int) -> Any:
     return state
 
 
-def _compute(engine: Engine, span: Span, at: int, row: Row, pages: Sequence[Bytes]) -> None:
+def _compute(engine: Engine, span: PageSpan, at: int, row: Row, pages: Any) -> None:
     """Bring a row up to the columns that other rows have, by a forward pass of its own behind its pages."""
     hit, wanted = len(pages) * engine.pages.tokens, span.tokens - row.padding
     state = new_state(engine.model)
     if hit:
-        shape = engine.shape
-        before = Span(engine.pages, batch=1, tokens=hit, dtype=shape.dtype, devices=shape.devices)
+        before = engine.source.span(batch=1, tokens=hit)
         before.put_pages(0, pages, start=0)
         _put(engine, state, before)
     ids = torch.from_numpy(row.tokens[hit:wanted].astype(np.int64))[None].to(engine.model.device)
@@ -194,7 +193,7 @@ def _compute(engine: Engine, span: Span, at: int, row: Row, pages: Sequence[Byte
     span.put_layers(layers_of(state), row=at, source=0, first=hit, start=row.padding + hit)
 
 
-def _put(engine: Engine, state: Any, span: Span) -> None:
+def _put(engine: Engine, state: Any, span: PageSpan) -> None:
     for layer, (keys, values) in enumerate(span.layers(engine.shape.devices)):
         state.update(keys, values, layer)
 
@@ -225,13 +224,7 @@ def _following(batch: Batch, row: Row, sequence: Any, layers: Sequence[tuple[Any
 
 def _store(batch: Batch, at: int, layers: Sequence[tuple[Any, Any]], following: Any) -> None:
     engine, row = batch.engine, batch.rows[at]
-
-    def fill(first: int, pages: Sequence[Bytes]) -> None:
-        span = Span(engine.pages, batch=1, tokens=len(pages) * engine.pages.tokens, dtype=engine.shape.dtype)
-        begin = row.padding + first * engine.pages.tokens
-        span.put_layers(layers, row=0, source=at * batch.repeats, first=begin, start=0)
-        span.fill_pages(0, pages, start=0)
-
-    stored, dropped = batch.requests[at].store(following, fill)
+    computed = Computed(layers, at * batch.repeats, row.padding)
+    stored, dropped = batch.requests[at].store(following, computed)
     engine.counters.add(stored_pages=stored, dropped_pages=dropped)
     batch.requests[at].close()  # its slots can serve the next row

@@ -52,6 +52,7 @@ class CudaDevicePool(DevicePool):
         options: how pages are copied.
         keep: kept alive until `close`.
         owned: address of memory to be given back by `close`; 0 where it is another's.
+        shape: of that memory, in bytes, by the axes of its layout.
 
     Attributes:
         page, layout, driver, options: as given.
@@ -71,6 +72,7 @@ class CudaDevicePool(DevicePool):
         options: CudaOptions,
         keep: object = None,
         owned: int = 0,
+        shape: tuple[int, ...] = (),
     ) -> None:
         self.page = page
         self.layout = layout
@@ -84,6 +86,7 @@ class CudaDevicePool(DevicePool):
         self._streams: list[Stream] = [_stream_of(driver, stream)]
         self._keep = keep
         self._owned = owned
+        self._shape = shape
         self._closed = False
         self._process = os.getpid()
         self._lock = threading.Lock()
@@ -177,10 +180,30 @@ class CudaDevicePool(DevicePool):
         address = _malloc(driver, size, f"a device pool of {count} pages")
         try:
             regions = regions_of(TensorMemory(address, shape, _strides(shape), 1), name, page)
-            return cls(regions, page=page, layout=name, driver=driver, stream=stream, options=options, owned=address)
+            return cls(
+                regions,
+                page=page,
+                layout=name,
+                driver=driver,
+                stream=stream,
+                options=options,
+                owned=address,
+                shape=shape,
+            )
         except BaseException:
             driver.free(address)
             raise
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """Memory that was allocated here, for torch and cupy: bytes, by the axes of its layout; valid until `close`.
+
+        Raises:
+            AttributeError: the memory is an engine's, or was given back.
+        """
+        if not self._owned:
+            raise AttributeError("this pool has no memory of its own: use the tensors that it was made with")
+        return {"data": (self._owned, False), "shape": self._shape, "typestr": "|u1", "strides": None, "version": 3}
 
     # ---- order
 

@@ -98,10 +98,10 @@ class TinyModel(torch.nn.Module):
 
     @property
     def device(self) -> torch.device:
-        return torch.device("cpu")
+        return self.head.weight.device
 
     def visible(self, queries: int, keys: int) -> torch.Tensor:
-        return torch.ones(queries, keys).tril(keys - queries).bool()
+        return torch.ones(queries, keys, device=self.device).tril(keys - queries).bool()
 
     def forward(
         self,
@@ -115,7 +115,7 @@ class TinyModel(torch.nn.Module):
         self.computed.append((rows, columns))
         past = past_key_values.get_seq_length()
         if position_ids is None:
-            position_ids = torch.arange(past, past + columns).expand(rows, columns)
+            position_ids = torch.arange(past, past + columns, device=self.device).expand(rows, columns)
         state = self.table(input_ids) + self.places(position_ids)
         seen = self.visible(columns, past + columns)[None, None]
         if attention_mask is not None:
@@ -159,7 +159,7 @@ class TinyModel(torch.nn.Module):
         mask = torch.ones_like(inputs) if attention_mask is None else attention_mask
         state = DynamicCache(config=self.config) if past_key_values is None else past_key_values
         ids, mask = (tensor.repeat_interleave(num_return_sequences, 0) for tensor in (inputs, mask))
-        ended = torch.zeros(len(ids), dtype=torch.bool)
+        ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
         for _ in range(max_new_tokens):
             places = (mask.cumsum(-1) - 1).clamp(min=0)
             past = state.get_seq_length()

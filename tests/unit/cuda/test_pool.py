@@ -133,6 +133,20 @@ def test_latent_pages_and_allocated_pools(cuda: FakeCuda) -> None:
     assert not cuda.allocated
 
 
+def test_memory_that_was_allocated_is_shown_to_frameworks(cuda: FakeCuda) -> None:
+    pool = CudaDevicePool.allocate(GEOMETRY, page_size=PAGE, slots=SLOTS, driver=cuda, options=PLAIN)
+    pool.write_page(3, random_page(pool.page_bytes))
+    shown = pool.__cuda_array_interface__
+    assert shown["shape"] == (2, 2, SLOTS, PAGE, 2, 16)  # (layer, plane, slot, token, head, bytes)
+    size = int(np.prod(shown["shape"]))
+    memory = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(shown["data"][0])).reshape(shown["shape"])
+    canonical = pool.read_page(3).reshape(2, 2, PAGE, 2, 16)
+    assert np.array_equal(memory[:, :, 3], canonical)
+    pool.close()
+    assert not hasattr(pool, "__cuda_array_interface__")
+    assert not hasattr(attach(cuda, layers(cuda)), "__cuda_array_interface__")
+
+
 def test_torchs_tensors_are_taken_by_what_they_say_of_themselves(cuda: FakeCuda) -> None:
     geometry = hicache.KVGeometry.mha(layers=2, kv_heads=2, head_dim=8, dtype="bfloat16")
     tensors = [TorchLike(cuda, (2, SLOTS, PAGE, 2, 8)) for _ in range(2)]
