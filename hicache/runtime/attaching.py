@@ -14,6 +14,7 @@ from hicache.records import Tier
 from hicache.runtime.arguments import storage_of
 from hicache.runtime.options import Options
 from hicache.runtime.parts import Parts
+from hicache.runtime.queues import nothing
 from hicache.runtime.reducer import Ringer
 from hicache.runtime.scopes import Scope
 from hicache.storage.base import StorageBackend
@@ -185,8 +186,13 @@ def _let_copies_end(parts: Parts, end: float) -> None:
 def _wait(parts: Parts, end: float) -> None:
     storage, reducer = parts.storage, parts.reducer
     assert storage is not None
-    while (under_way(parts) or not storage.idle) and (left := end - parts.clock.now()) > 0:
-        reducer.wait(left)
+    # Jobs tell their results before they end, and who waits looks again when told: so he is told of their end too.
+    storage.ended = lambda: reducer.post(reducer.notify)
+    try:
+        while (under_way(parts) or not storage.idle) and (left := end - parts.clock.now()) > 0:
+            reducer.wait(left)
+    finally:
+        storage.ended = nothing
 
 
 def _agree(parts: Parts, backend: StorageBackend) -> list[tuple[Scope, int, int]]:

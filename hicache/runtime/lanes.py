@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from hicache.runtime.port import Calls
-from hicache.runtime.queues import Bound, BoundedQueue, Job, QueueStatistics, Workers
+from hicache.runtime.queues import Bound, BoundedQueue, Job, QueueStatistics, Workers, nothing
 
 _log = logging.getLogger("hicache.runtime")
 
@@ -31,6 +31,7 @@ class Lane:
         call_timeout: seconds after which a call counts as hung.
         most_hung: threads that are replaced; with so many hung calls the lane stops.
         probe_seconds: between two probes of a lane that has stopped.
+        ended: called from a worker thread after each job, once it is counted no more.
 
     Attributes:
         queue: the queue.
@@ -47,10 +48,11 @@ class Lane:
         call_timeout: float,
         most_hung: int,
         probe_seconds: float,
+        ended: Callable[[], None] = nothing,
     ) -> None:
         self.name = name
         self.queue = BoundedQueue(bound)
-        self._workers = Workers(name, self.queue, threads=threads)
+        self._workers = Workers(name, self.queue, threads=threads, ended=ended)
         self._calls = calls
         self._now = now
         self._call_timeout = call_timeout
@@ -120,6 +122,7 @@ class Lane:
     @property
     def idle(self) -> bool:
         """Whether no job waits, runs or hangs."""
+        self.look()  # else calls that have come back may still count as hung
         return not self.queue.busy and not self._hung
 
     def statistics(self) -> QueueStatistics:

@@ -11,6 +11,10 @@ from dataclasses import dataclass
 _log = logging.getLogger("hicache.runtime")
 
 
+def nothing() -> None:
+    """What is called where nobody wants to know."""
+
+
 @dataclass(frozen=True, slots=True)
 class Bound:
     """How much may be under way in one queue, waiting and running together.
@@ -176,11 +180,14 @@ class Workers:
 
     The threads are daemons: a backend call that never comes back must not keep the interpreter from ending. One that
     hangs in such a call can be given up: another takes its place, and it ends when the call does.
+
+    `ended` is called from its thread after each job, once queue and workers count it no more.
     """
 
-    def __init__(self, name: str, queue: BoundedQueue, *, threads: int) -> None:
+    def __init__(self, name: str, queue: BoundedQueue, *, threads: int, ended: Callable[[], None] = nothing) -> None:
         self._name = name
         self._queue = queue
+        self._ended = ended
         self._lock = threading.Lock()
         self._jobs: dict[threading.Thread, Job | None] = {}
         self._given_up: set[threading.Thread] = set()
@@ -236,9 +243,11 @@ class Workers:
                 self._jobs[thread] = None
                 if thread in self._given_up:
                     break
+            self._ended()
         with self._lock:
             self._jobs.pop(thread, None)
             self._given_up.discard(thread)
+        self._ended()
 
 
 def _attempt(call: Callable[[], None]) -> bool:

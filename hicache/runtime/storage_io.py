@@ -20,7 +20,7 @@ from hicache.runtime.lanes import Lane
 from hicache.runtime.objects import PageObjects
 from hicache.runtime.options import Options
 from hicache.runtime.port import DETACHED, StoragePort
-from hicache.runtime.queues import Job, QueueStatistics
+from hicache.runtime.queues import Job, QueueStatistics, nothing
 
 _log = logging.getLogger("hicache.runtime")
 
@@ -110,6 +110,7 @@ class StorageIO:
         attached: whether a backend is there and may be used. Changed under the reducer's lock.
         attachment: how many backends have been attached so far: answers of an earlier one say nothing of this one.
         begun: called after a job was queued, from any thread.
+        ended: called from a worker thread after each job, once it is counted no more: later than the job's `done`.
         manifest: gives the manifest of a derived namespace; called once each, in a write thread.
     """
 
@@ -129,7 +130,8 @@ class StorageIO:
         self._page_bytes = page_bytes
         self.attached = port.backend is not None
         self.attachment = int(self.attached)
-        self.begun: Callable[[], None] = _nothing
+        self.begun: Callable[[], None] = nothing
+        self.ended: Callable[[], None] = nothing
         self.manifest: Callable[[bytes], bytes | None] = _no_manifest
         self._manifests: set[bytes] = set()
         self._manifest_lock = threading.Lock()
@@ -140,6 +142,7 @@ class StorageIO:
             call_timeout=options.call_timeout,
             most_hung=options.max_hung,
             probe_seconds=options.probe_seconds,
+            ended=self._job_ended,
         )
         background = options.background
         self.lanes = (
@@ -223,6 +226,9 @@ class StorageIO:
         """Fail what nobody has begun, end the threads. Returns how many threads are still inside the backend."""
         return sum(lane.close(join) for lane in self.lanes)
 
+    def _job_ended(self) -> None:
+        self.ended()
+
     def _offer(self, lane: int, job: Job, *, first: bool = False) -> bool:
         if not self.attached or not self.lanes[lane].offer(job, first=first):
             return False
@@ -292,10 +298,6 @@ class StorageIO:
         except Exception:
             self._manifests.discard(namespace)
             _log.warning("the manifest of namespace %s could not be written", namespace.hex(), exc_info=True)
-
-
-def _nothing() -> None:
-    pass
 
 
 def _no_manifest(namespace: bytes) -> None:

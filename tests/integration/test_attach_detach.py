@@ -11,6 +11,7 @@ import pytest
 
 import hicache
 from hicache.records import MissReason
+from hicache.runtime.queues import Job
 from hicache.storage.memory import MemoryBackend
 from hicache.testing.clock import ManualClock
 from hicache.testing.embedded import at_rest, empty, open_small
@@ -238,6 +239,35 @@ def test_copies_on_their_way_down_still_reach_the_storage_or_it_is_refused() -> 
         eventually(lambda: cache.statistics().idle)
         assert cache.statistics().degraded == ("storage: detached",)
         assert storage.statistics().objects == 40
+        at_rest(cache)
+
+
+def test_jobs_that_have_told_their_results_and_not_ended_are_waited_for_until_they_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing else wakes who waits for them: the clock stands still."""
+    clock, gate = ManualClock(), Gate()
+    with open_small(MemoryBackend(), clock=clock) as cache:
+        storage, reducer = cache.parts.storage, cache.parts.reducer
+        assert storage is not None
+        ended = storage.writes.ended
+
+        def late(job: Job, *, failed: bool = False) -> None:
+            gate.enter()
+            ended(job, failed=failed)
+
+        monkeypatch.setattr(storage.writes, "ended", late)
+        FakeEngine(cache).run(prompt(1, 5))
+        gate.until_arrived(1)
+        eventually(lambda: not cache.statistics().core.transfers)
+        thread = threading.Thread(target=cache.detach_storage, args=(60.0,))
+        thread.start()
+        clock.until_waiting()
+        with reducer.lock:  # which he gives back only once he sleeps
+            gate.open()
+        thread.join(20)
+        assert not thread.is_alive()
+        assert cache.statistics().degraded == ("storage: detached",)
         at_rest(cache)
 
 
