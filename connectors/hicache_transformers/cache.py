@@ -13,7 +13,7 @@ from hicache_transformers.counters import Counters, Statistics
 from hicache_transformers.identity import identify
 from hicache_transformers.model import ModelWatch, describe_model
 from hicache_transformers.pages import ConnectedPages, EmbeddedPages, Separation
-from hicache_transformers.prefix import Engine, Prefix, begin
+from hicache_transformers.prefix import Engine, PagesLost, Prefix, begin
 from hicache_transformers.rows import Bypass, read_rows
 from hicache_transformers.tiers import open_tier
 
@@ -138,11 +138,17 @@ class PrefixCache:
             (inputs, generation_config) if generation_config is not None else (inputs,) if inputs is not None else ()
         )
         ids = arguments.get("input_ids") if inputs is None else inputs
-        prefix = self._begin(ids, generation_config, arguments, Separation(adapter, tenant or self._tenant, salt))
+        whose = Separation(adapter, tenant or self._tenant, salt)
+        # What has been streamed cannot be taken back, so pages are waited for there.
+        layered = arguments.get("streamer") is None
+        prefix = self._begin(ids, generation_config, arguments, whose, layered=layered)
         if prefix is None:
             return generate(*placed, **arguments)
         try:
             result = generate(*placed, past_key_values=prefix.past_key_values, **arguments)
+        except PagesLost:  # in the first forward pass, before any token was drawn
+            prefix.close(aborted=True)
+            return generate(*placed, **arguments)
         except BaseException:
             prefix.close(aborted=True)
             raise
@@ -209,7 +215,9 @@ class PrefixCache:
         state = "closed" if self._closed else "open"
         return f"<hicache_transformers.PrefixCache {self.namespace.model!r}, pages of {self._pages.tokens}: {state}>"
 
-    def _begin(self, inputs: Any, config: Any, arguments: dict[str, Any], whose: Separation) -> Prefix | None:
+    def _begin(
+        self, inputs: Any, config: Any, arguments: dict[str, Any], whose: Separation, *, layered: bool = False
+    ) -> Prefix | None:
         """The prompts of a call; None where it goes past the cache. Raises nothing for the cache's sake."""
         self._counters.add(calls=1)
         model = self._model
@@ -223,7 +231,7 @@ class PrefixCache:
             if not self._shape.takes_positions and any(row.padding for row in rows):
                 raise Bypass("padding", "the model counts positions with padding: give it prompts of one length")
             times = repeats(model, config, arguments)
-            return begin(self._engine, rows, whose, repeats=times, deadline=self._deadline)
+            return begin(self._engine, rows, whose, repeats=times, deadline=self._deadline, layered=layered)
         except Bypass as bypass:
             self._counters.bypass(bypass.reason, str(bypass))
         except Exception as error:

@@ -21,14 +21,16 @@ import torch
 from hicache.core.identity import Namespace
 from hicache.cuda.driver import CudaDriver
 from hicache.cuda.events import CudaEvent
+from hicache.cuda.lanes import CudaCopy
 from hicache.cuda.options import DEFAULTS, CudaOptions
 from hicache.cuda.pool import CudaDevicePool
-from hicache.errors import CacheClosed
+from hicache.errors import CacheClosed, HicacheError
+from hicache.memory.base import Copy
 from hicache.runtime.options import pool_pages
 from hicache_transformers.convert import PageShape
 from hicache_transformers.tiers import Computed
 
-__all__ = ["GpuMemory", "GpuSpan", "of_pool"]
+__all__ = ["GpuMemory", "GpuPages", "GpuSpan", "of_pool"]
 
 Slots: TypeAlias = npt.NDArray[np.int64]
 
@@ -61,6 +63,8 @@ class GpuMemory:
     Raises:
         ConfigError: a size that is none, or more than the device has free.
     """
+
+    layered = True
 
     def __init__(
         self,
@@ -98,9 +102,9 @@ class GpuMemory:
             self.pool.close()
             raise
 
-    def pages(self, slots: Slots) -> Slots:
-        """See `DeviceTier`."""
-        return slots
+    def pages(self, slots: Slots, copies: Sequence[Copy] = ()) -> GpuPages:
+        """See `DeviceTier`. `copies` that still bring them are waited for layer by layer, by the reading stream."""
+        return GpuPages(slots, tuple(copies))
 
     def span(self, *, batch: int, tokens: int) -> GpuSpan:
         """See `DeviceTier`."""
@@ -121,8 +125,19 @@ class GpuMemory:
                         self._open()[layer, plane].index_copy_(0, index, pages)
         return used[0]
 
-    def gather(self, layer: int, index: torch.Tensor, target: torch.Tensor, *, start: int) -> None:
-        """Copy pages of one layer into `target`, `(2, kv_heads, columns, head_dim)`, from column `start` on."""
+    def gather(
+        self, layer: int, index: torch.Tensor, target: torch.Tensor, *, start: int, copies: Sequence[Copy] = ()
+    ) -> None:
+        """Copy pages of one layer into `target`, `(2, kv_heads, columns, head_dim)`, from column `start` on.
+
+        Raises:
+            CacheClosed: the memory was given back.
+            HicacheError: a copy that was to bring them failed.
+        """
+        stream = self._driver.current_stream()
+        for copy in copies:
+            if isinstance(copy, CudaCopy) and not copy.let_wait(layer, stream):
+                raise HicacheError(f"pages that were on their way to the GPU did not come (layer {layer})")
         with self._lock:
             found = self._open()[layer].index_select(1, index).flatten(1, 2).transpose(1, 2)
             first, end = max(start, 0), min(start + found.shape[2], target.shape[2])
@@ -183,12 +198,24 @@ class GpuMemory:
 
 
 @dataclass(frozen=True, slots=True)
+class GpuPages:
+    """Pages in the memory of a GPU, and copies that still bring some of them."""
+
+    slots: Slots
+    copies: tuple[Copy, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+
+@dataclass(frozen=True, slots=True)
 class _Rows:
     """Where a row's columns from `start` on come from: pages, or a row of a model's cache from token `first` on."""
 
     row: int
     start: int
     index: torch.Tensor | None = None
+    copies: Sequence[Copy] = ()
     layers: Sequence[tuple[Any, Any]] = ()
     source: int = 0
     first: int = 0
@@ -214,30 +241,34 @@ class GpuSpan:
         self._batch = batch
         self._rows: list[_Rows] = []
 
-    def put_pages(self, row: int, pages: Slots, *, start: int) -> None:
+    def put_pages(self, row: int, pages: GpuPages, *, start: int) -> None:
         """See `Span`: what would lie outside the columns is left out."""
         size = self._shape.tokens
         before = max(-start, 0) // size
-        within = pages[before : max(-(-(self.tokens - start) // size), 0)]
+        within = pages.slots[before : max(-(-(self.tokens - start) // size), 0)]
         if len(within):
-            self._rows.append(_Rows(row, start + before * size, self._memory.index(within)))
+            self._rows.append(_Rows(row, start + before * size, self._memory.index(within), pages.copies))
 
     def put_layers(self, layers: Sequence[tuple[Any, Any]], *, row: int, source: int, first: int, start: int) -> None:
         """See `Span`."""
-        self._rows.append(_Rows(row, start, None, layers, source, first))
+        self._rows.append(_Rows(row, start, None, (), layers, source, first))
 
     def layers(self, devices: Sequence[torch.device]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """See `Span`: all of it by copies on the device."""
+        for layer in range(len(devices)):
+            yield self.layer(layer)
+
+    def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """One layer's; see `GpuMemory.gather` for what it raises."""
         with self._memory.use():
-            for layer in range(len(devices)):
-                yield self._layer(layer)
+            return self._layer(layer)
 
     def _layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         memory = self._memory
         planes = memory.zeros(self._batch, self.tokens)
         for rows in self._rows:
             if rows.index is not None:
-                memory.gather(layer, rows.index, planes[:, rows.row], start=rows.start)
+                memory.gather(layer, rows.index, planes[:, rows.row], start=rows.start, copies=rows.copies)
                 continue
             end = rows.first + self.tokens - rows.start
             for plane, tensor in enumerate(rows.layers[layer]):

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 import hicache
 from hicache.core.identity import Adapter, Namespace
+from hicache.runtime.layered import LayeredLoad
 from hicache_transformers.convert import Bytes, PageShape, Span
 from hicache_transformers.model import ModelShape
 from hicache_transformers.tiers import Computed, DeviceTier, PageSpan
@@ -36,8 +37,12 @@ class PageRequest(Protocol):
         """Leading pages that came from the cache; 0 before `load`."""
         ...
 
-    def load(self) -> None:
-        """Wait until its pages are here, at most until the deadline."""
+    def load(self, *, layered: bool = False) -> None:
+        """Wait until its pages are here, at most until the deadline.
+
+        With `layered`, and where the source can, copies to the GPU are not waited for: spans wait for each layer when
+        it is put together.
+        """
         ...
 
     def pages(self) -> Any:
@@ -165,19 +170,26 @@ class _EmbeddedRequest:
         self._tier = tier
         self._shape = shape
         self._slots: npt.NDArray[np.int64] = np.empty(0, np.int64)
+        self._under_way: LayeredLoad | None = None
 
-    def load(self) -> None:
-        self._slots = self._request.load()
+    def load(self, *, layered: bool = False) -> None:
+        if layered and self._tier.layered:
+            self._under_way = self._request.load_by_layer()
+            self._slots = self._under_way.slots
+        else:
+            self._slots = self._request.load()
 
     @property
     def usable(self) -> int:
         return len(self._slots)
 
     def pages(self) -> Any:
-        return self._tier.pages(self._slots)
+        return self._tier.pages(self._slots, () if self._under_way is None else self._under_way.copies)
 
     def store(self, more: Tokens, computed: Computed) -> tuple[int, int]:
         request = self._request
+        if self._under_way is not None:  # what was withdrawn meanwhile is stored again: the model has it
+            self._slots = self._under_way.finish()
         request.extend(more)
         wanted = request.tokens // self._shape.tokens - self.usable
         if wanted <= 0 or request.bypassed:
@@ -199,7 +211,8 @@ class _ConnectedRequest:
         self._read: Bytes = np.empty((0, shape.page_bytes), np.uint8)
         self._usable = 0
 
-    def load(self) -> None:
+    def load(self, *, layered: bool = False) -> None:
+        del layered
         self._read = np.empty((len(self._request.load()), self._shape.page_bytes), np.uint8)
         # What counts is known behind the copy: the service may take pages back from one who is late.
         self._usable = self._request.read_into(self._read) if len(self._read) else 0

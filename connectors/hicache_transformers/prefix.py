@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -15,10 +16,15 @@ from hicache_transformers.convert import PageShape
 from hicache_transformers.counters import Counters
 from hicache_transformers.model import ModelShape, layers_of, new_state
 from hicache_transformers.pages import PageRequest, PageSource, Separation
+from hicache_transformers.pending import put_pending
 from hicache_transformers.rows import Row, columns_to_fill, generated_tokens
-from hicache_transformers.tiers import Computed, PageSpan
+from hicache_transformers.tiers import Computed, LayeredSpan, PageSpan
 
-__all__ = ["Engine", "Prefix", "begin"]
+__all__ = ["Engine", "PagesLost", "Prefix", "begin"]
+
+
+class PagesLost(Exception):  # noqa: N818  no error of the caller's: the call is generated without the cache
+    """A layer that the model has asked for did not come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +134,13 @@ class Prefix:
 
 
 def begin(
-    engine: Engine, rows: Sequence[Row], whose: Separation, *, repeats: int = 1, deadline: float | None = None
+    engine: Engine,
+    rows: Sequence[Row],
+    whose: Separation,
+    *,
+    repeats: int = 1,
+    deadline: float | None = None,
+    layered: bool = False,
 ) -> Prefix:
     """Look the prompts of a call up and put what there is into a new cache for the model.
 
@@ -138,6 +150,7 @@ def begin(
         whose: separates them from others.
         repeats: rows that the model's cache shall have for each prompt.
         deadline: seconds for all prompts' pages to come.
+        layered: whether layers may be put together when the model wants them, which may raise then.
 
     Raises:
         HicacheError: the cache failed; nothing is held then.
@@ -148,10 +161,10 @@ def begin(
         for row in rows:  # one by one: what has begun is let go of where the next fails
             requests.append(engine.source.begin(row.tokens, whose, deadline=deadline))  # noqa: PERF401
         for request in requests:  # all were begun before, so that the call waits for one deadline and not for each
-            request.load()
+            request.load(layered=layered)
         hits = [request.usable * engine.pages.tokens for request in requests]
         fill = columns_to_fill(rows, hits, batch.columns)
-        state = _state(batch, fill)
+        state = _state(batch, fill, layered=layered)
     except BaseException:
         with suppress(Exception):
             batch.close(aborted=True)
@@ -162,7 +175,7 @@ def begin(
     return Prefix(state, cached, batch=batch)
 
 
-def _state(batch: Batch, fill: int) -> Any:
+def _state(batch: Batch, fill: int, *, layered: bool) -> Any:
     """A cache for the model whose first columns are filled."""
     engine = batch.engine
     state = new_state(engine.model)
@@ -173,6 +186,9 @@ def _state(batch: Batch, fill: int) -> Any:
             span.put_pages(at, pages, start=row.padding)
             if row.padding + len(pages) * engine.pages.tokens < fill:
                 _compute(engine, span, at, row, pages)
+        if layered and isinstance(span, LayeredSpan):
+            _put_pending(batch, state, span)
+            return state
         _put(engine, state, span)
         if batch.repeats > 1:
             state.batch_repeat_interleave(batch.repeats)
@@ -196,6 +212,25 @@ def _compute(engine: Engine, span: PageSpan, at: int, row: Row, pages: Any) -> N
 def _put(engine: Engine, state: Any, span: PageSpan) -> None:
     for layer, (keys, values) in enumerate(span.layers(engine.shape.devices)):
         state.update(keys, values, layer)
+
+
+def _put_pending(batch: Batch, state: Any, span: LayeredSpan) -> None:
+    shape, repeats = batch.engine.shape, batch.repeats
+
+    def fill(layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        try:
+            keys, values = span.layer(layer)
+        except Exception as error:
+            batch.engine.counters.failed("loading pages", error)
+            raise PagesLost from error
+        return (
+            (keys, values)
+            if repeats == 1
+            else (keys.repeat_interleave(repeats, 0), values.repeat_interleave(repeats, 0))
+        )
+
+    for layer, device in enumerate(shape.devices):
+        put_pending(state, layer, partial(fill, layer), tokens=span.tokens, dtype=shape.dtype, device=device)
 
 
 def _computed(batch: Batch, state: Any) -> list[tuple[Any, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -14,13 +14,13 @@ import torch
 import hicache
 from hicache.core.identity import Namespace
 from hicache.errors import ConfigError
-from hicache.memory.base import DevicePool
+from hicache.memory.base import Copy, DevicePool
 from hicache.memory.writer import WriterEvent
 from hicache.runtime.options import pool_pages
 from hicache_transformers.convert import Bytes, PageShape, Span
 from hicache_transformers.model import ModelShape
 
-__all__ = ["Computed", "DeviceTier", "MainMemory", "PageSpan", "open_tier"]
+__all__ = ["Computed", "DeviceTier", "LayeredSpan", "MainMemory", "PageSpan", "open_tier"]
 
 _LOG = logging.getLogger("hicache.transformers")
 
@@ -44,6 +44,15 @@ class PageSpan(Protocol):
 
     def layers(self, devices: Sequence[torch.device]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Keys and values layer by layer, `(batch, kv_heads, tokens, head_dim)`, each on the layer's device."""
+        ...
+
+
+@runtime_checkable
+class LayeredSpan(PageSpan, Protocol):
+    """A span whose layers can be put together one by one, each when the model wants it."""
+
+    def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of one layer."""
         ...
 
 
@@ -75,15 +84,18 @@ class DeviceTier(Protocol):
 
     Attributes:
         pool: of the cache.
+        layered: whether readers of its pages wait for each layer of copies that still bring them.
     """
+
+    layered: bool
 
     @property
     def pool(self) -> DevicePool:
         """See the class."""
         ...
 
-    def pages(self, slots: npt.NDArray[np.int64]) -> Any:
-        """Slots as its spans take them; a sequence of pages."""
+    def pages(self, slots: npt.NDArray[np.int64], copies: Sequence[Copy] = ()) -> Any:
+        """Slots as its spans take them, with a length; and copies that still bring them, where it is `layered`."""
         ...
 
     def span(self, *, batch: int, tokens: int) -> PageSpan:
@@ -116,6 +128,8 @@ class MainMemory:
         pool: over its memory.
     """
 
+    layered = False
+
     def __init__(self, namespace: Namespace, shape: PageShape, model: ModelShape, *, size: str | int) -> None:
         self._shape = shape
         self._model = model
@@ -125,8 +139,9 @@ class MainMemory:
             self._memory, namespace.geometry, page_size=namespace.page_size, layout="page_first"
         )
 
-    def pages(self, slots: npt.NDArray[np.int64]) -> Sequence[Bytes]:
+    def pages(self, slots: npt.NDArray[np.int64], copies: Sequence[Copy] = ()) -> Sequence[Bytes]:
         """See `DeviceTier`."""
+        del copies
         return [self._shape.of_slot(self._memory[slot]) for slot in slots.tolist()]
 
     def span(self, *, batch: int, tokens: int) -> PageSpan:

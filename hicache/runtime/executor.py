@@ -9,7 +9,7 @@ from functools import partial
 
 from hicache.core.residency import Slots
 from hicache.core.transfers import Transfer, TransferKind
-from hicache.memory.base import CopyEngine
+from hicache.memory.base import Copy, CopyEngine
 from hicache.memory.watcher import look
 from hicache.memory.writer import WriterEvent
 from hicache.records import PageResult
@@ -33,6 +33,7 @@ class Executor:
 
     Attributes:
         running: transfers begun and not completed, by id.
+        loads: copies into DEVICE that have not ended, by their transfer's id.
         shed: pages turned away at a queue's bound, by reason.
         planner: learns from transfers how long they take; set once.
         quota: what may be put to storage; None: anything.
@@ -55,6 +56,7 @@ class Executor:
         self._copying: dict[int, int] = {}  # pages of each write-back under way
         self._writing: dict[int, WriterEvent] = {}  # what each engine's write waits for
         self.running: dict[int, Transfer] = {}
+        self.loads: dict[int, Copy] = {}
         self.shed: Counter[str] = Counter()
         self.planner: Planner | None = None
         self.quota: StorageQuota | None = None
@@ -111,7 +113,8 @@ class Executor:
         kind = transfer.kind
         if kind is TransferKind.LOAD:
             source, target = _slots(transfer)
-            self._engine.host_to_device(source, target, done=partial(self.done, transfer.id))
+            copy = self._engine.host_to_device(source, target, done=partial(self.done, transfer.id))
+            self.loads[transfer.id] = copy
             return ""
         if kind is TransferKind.WRITE_BACK:
             return self._write_back(transfer)
@@ -146,6 +149,7 @@ class Executor:
     def _finish(self, number: int, results: Sequence[PageResult]) -> None:
         transfer = self.running.pop(number)
         self._copying.pop(number, None)
+        self.loads.pop(number, None)
         results = list(results)
         if len(results) != transfer.count:
             # A copier that answers for another number of pages has answered for none.

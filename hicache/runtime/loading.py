@@ -64,9 +64,10 @@ class Loading:
         finished: whether nothing is waited for any more.
         decision: once finished, what was decided to be brought up, if anything was.
         seen: what was under way when the core was asked last.
+        copies_only: whether, when it was looked at last, nothing but copies into DEVICE was waited for.
     """
 
-    __slots__ = ("_loader", "decision", "end", "finished", "lease", "patience", "prefetch", "seen")
+    __slots__ = ("_loader", "copies_only", "decision", "end", "finished", "lease", "patience", "prefetch", "seen")
 
     def __init__(self, loader: Loader, lease: Lease, prefetch: Prefetch | None, *, end: float, patience: float) -> None:
         self._loader = loader
@@ -77,6 +78,7 @@ class Loading:
         self.finished = False
         self.decision: LoadDecision | None = None
         self.seen: object = None
+        self.copies_only = False
 
     def step(self) -> float | None:
         """Go on as far as it goes now.
@@ -210,6 +212,7 @@ class Loader:
             coming = (bool(fetching) and not _only_explores(prefetch)) or probing
             if now >= loading.end or not (copying or (coming and not late)):
                 return None
+            loading.copies_only = copying and (late or not coming)
             return (loading.end if late or not coming else loading.patience) - now
 
     def finish(self, lease: Lease, prefetch: Prefetch | None) -> LoadDecision | None:

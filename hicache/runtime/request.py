@@ -25,6 +25,7 @@ from hicache.errors import CacheClosed, InvalidInput, OutOfSlots
 from hicache.memory.writer import READY, WriterEvent
 from hicache.records import Match
 from hicache.runtime.arguments import deadline_of, event_of, no_spans, spans_of, whole
+from hicache.runtime.layered import LayeredLoad, begin_layered
 from hicache.units import whole_number
 
 if TYPE_CHECKING:
@@ -144,6 +145,22 @@ class Request:
             loader = self._cache.parts.loader
             self._decision = loader.load(lease, self._prefetch, started=self._started, deadline=self._deadline)
         return lease.usable_slots()
+
+    def load_by_layer(self) -> LayeredLoad:
+        """As `load`, but the last copies into DEVICE are not waited for: readers wait for each layer of them.
+
+        Blocks as `load` does while pages come from storage. Call its `finish` before anything but `close`.
+
+        Raises:
+            CacheClosed: the request or the cache is closed.
+        """
+        lease, parts = self._open(), self._cache.parts
+        if lease.start is not None or (self._prefetch is None and not lease.match.host):
+            return LayeredLoad(parts, lease, None, lease.usable_slots(), ())
+        until = None if self._deadline is None else self._started + self._deadline
+        with parts.reducer.lock:
+            loading = parts.loader.begin(lease, self._prefetch, started=self._started, until=until)
+            return begin_layered(parts, lease, loading)
 
     def allocate(self, pages: int | None = None, *, deadline: float | None = None) -> Slots:
         """Private DEVICE slots for the pages behind the usable prefix, or behind those allocated before.

@@ -21,6 +21,7 @@ from hicache.errors import CacheClosed, ConfigError
 from hicache.storage.memory import MemoryBackend
 from hicache.testing.cuda import FakeCuda
 from hicache.testing.cudacopy import KERNELS
+from hicache.testing.cudastreams import Gate
 from hicache_transformers.convert import PageShape
 from hicache_transformers.gpu import GpuMemory
 from hicache_transformers.model import ModelShape
@@ -137,6 +138,100 @@ def test_pages_that_went_down_come_up_again_in_any_order_of_streams(
     assert cache.statistics().reused_tokens > 6 * 16
 
 
+class Overlapped(ModelCuda):
+    """Once it is armed, the stream of copies up stands still behind the first layer's event, until it is opened."""
+
+    armed = False
+    held: Gate | None = None
+
+    def record(self, event: Event, stream: Stream) -> None:
+        super().record(event, stream)
+        if self.armed and self.held is None and self.timeline.streams[stream.ptr].priority == "high":
+            self.held = self.gate(self.timeline.streams[stream.ptr])
+
+
+def went_down(cache: Any, *prompts: torch.Tensor) -> None:
+    """Let prompts be in main memory only, but for the last one."""
+    for ids in prompts:
+        cache.generate(ids)
+        cache.flush()
+
+
+@pytest.mark.parametrize("repeats", [1, 2])
+def test_the_first_layer_is_computed_while_the_last_is_on_its_way(
+    model: Any, opened: Any, on_gpu: Any, monkeypatch: pytest.MonkeyPatch, repeats: int
+) -> None:
+    monkeypatch.setattr("hicache.cuda.engine._STEP_BYTES", 1)  # thin layers go one by one, too
+    cuda = on_gpu(Overlapped(memory=1 << 20, kernels=KERNELS))
+    expected = model.generate(prompt(), num_return_sequences=repeats)
+    cache = opened(device="12KiB", host="256KiB")
+    went_down(cache, prompt(), prompt(seed=2))
+    cuda.armed = True
+    open_when_computed: list[bool] = []
+
+    def computed_first(*_: Any) -> None:
+        if not open_when_computed:
+            open_when_computed.append(cuda.held is not None and cuda.held.is_open)
+            assert cuda.held is not None
+            cuda.held.open()
+
+    hook = model.projections[0][3].register_forward_hook(computed_first)
+    text = cache.generate(prompt(), num_return_sequences=repeats)
+    hook.remove()
+    assert open_when_computed == [False]
+    assert torch.equal(text, expected)
+    assert cache.statistics().reused_tokens == 40
+    assert not cache.statistics().failures
+
+
+def test_pages_that_do_not_come_are_computed(model: Any, opened: Any, on_gpu: Any) -> None:
+    cuda = on_gpu(ModelCuda(memory=1 << 20, kernels=KERNELS))
+    expected = model.generate(prompt())
+    cache = opened(device="12KiB", host="256KiB")
+    went_down(cache, prompt(), prompt(seed=2))
+    for _ in range(2):  # the step, and then the first of its pages
+        cuda.fail("memcpy_batch_async", "cudaErrorInvalidValue", 1)
+    assert torch.equal(cache.generate(prompt()), expected)
+    assert cache.statistics().failures == {"loading pages: HicacheError": 1}
+    for _ in range(2):
+        assert torch.equal(cache.generate(prompt()), expected)
+    assert len(cache.statistics().failures) == 1
+    assert cache.cache.statistics().open_requests == 0
+
+
+@pytest.mark.parametrize("way", ["streamer", "prefix"])
+def test_where_it_cannot_be_taken_back_copies_are_waited_for(model: Any, opened: Any, on_gpu: Any, way: str) -> None:
+    cuda = on_gpu(ModelCuda(memory=1 << 20, kernels=KERNELS))
+    cache = opened(device="12KiB", host="256KiB")
+    went_down(cache, prompt(), prompt(seed=2))
+    for _ in range(2):
+        cuda.fail("memcpy_batch_async", "cudaErrorInvalidValue", 1)
+    expected = model.generate(prompt())
+    if way == "streamer":
+        assert torch.equal(cache.generate(prompt(), streamer=object()), expected)
+    else:
+        with cache.prefix(prompt()) as prefix:
+            assert prefix.cached_tokens == (0,)
+            assert torch.equal(model.generate(prompt(), past_key_values=prefix.past_key_values), expected)
+    assert not cache.statistics().failures
+
+
+def test_a_row_that_lags_is_brought_up_behind_pages_on_their_way(
+    model: Any, opened: Any, on_gpu: Any, batch: Any
+) -> None:
+    on_gpu(ModelCuda(memory=1 << 21, kernels=KERNELS))
+    prompts = [prompt(seed=seed, tokens=161)[0] for seed in range(4)]
+    cache = opened(device="170KiB", host="1MiB")
+    went_down(
+        cache, *(known[None] for known in prompts[:3]), prompts[3][None, :30], prompt(seed=9, tokens=600)[:, :250]
+    )
+    ids, mask = batch(*prompts)
+    expected = model.generate(ids, attention_mask=mask)
+    assert torch.equal(cache.generate(ids, attention_mask=mask), expected)
+    assert not cache.statistics().failures
+    assert cache.cache.statistics().copies.pages_host_to_device
+
+
 def test_storing_waits_for_nobody_and_is_seen_behind_the_writers_event(model: Any, opened: Any, on_gpu: Any) -> None:
     cuda = on_gpu(ModelCuda(memory=1 << 20, kernels=KERNELS))
     cache = opened()
@@ -173,7 +268,7 @@ def test_pages_are_cut_at_both_ends_and_padding_is_zero(start: int, tokens: int)
     kept = computed()
     memory.write(np.array([5, 0, 2]), kept, first=0)  # tokens 2 to 13
     span = memory.span(batch=2, tokens=tokens)
-    span.put_pages(1, np.array([5, 0, 2]), start=start)
+    span.put_pages(1, memory.pages(np.array([5, 0, 2])), start=start)
     for (keys, values), pair in zip(span.layers([CPU] * 2), kept.layers, strict=True):
         for tensor, source in zip((keys, values), pair, strict=True):
             wanted = torch.zeros(2, 2, tokens, 8, dtype=torch.int16)
@@ -191,7 +286,7 @@ def test_a_writer_waits_for_what_other_streams_read_of_its_slots() -> None:
     cuda.use(reading)
     gate = cuda.gate(reading)
     span = memory.span(batch=1, tokens=4)
-    span.put_pages(0, np.array([1]), start=0)
+    span.put_pages(0, memory.pages(np.array([1])), start=0)
     list(span.layers([CPU] * 2))
     went: list[str] = []
     memory.write(np.array([2]), computed(), first=0)
@@ -213,7 +308,7 @@ def test_copies_up_wait_for_every_stream_that_has_read() -> None:
     cuda.use(other)
     gate = cuda.gate(other)
     span = memory.span(batch=1, tokens=4)
-    span.put_pages(0, np.array([1]), start=0)
+    span.put_pages(0, memory.pages(np.array([1])), start=0)
     list(span.layers([CPU] * 2))
     ends = memory.pool.ends_of_use(np.array([1]))
     cuda.finish()
@@ -238,7 +333,7 @@ def test_memory_that_was_given_back_is_not_touched(model: Any, opened: Any, on_g
     assert cache.statistics().failures == {"storing pages: CacheClosed": 1}
     memory, _ = tier(FakeCuda())
     span = memory.span(batch=1, tokens=4)
-    span.put_pages(0, np.array([1]), start=0)
+    span.put_pages(0, memory.pages(np.array([1])), start=0)
     memory.close()
     with pytest.raises(CacheClosed, match="given back"):
         list(span.layers([CPU] * 2))
