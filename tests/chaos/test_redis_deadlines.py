@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.chaos, pytest.mark.slow, pytest.mark.case("REDIS-4")]
 
 SIZE = 16 * 1024
 DEADLINE = 0.2
-SLACK = 0.3  # for a machine that does something else at the moment; what is tested would take seconds
+SLACK = 1.0  # for a machine that does something else at the moment; what is tested would take seconds
 LIMITS = f"deadline={DEADLINE}&timeout=0.15&connect_timeout=0.15"
 OBJECTS = make_chain(4, SIZE)
 KEYS = [stored.key for stored in OBJECTS]
@@ -133,12 +133,20 @@ def test_a_server_that_says_one_byte_at_a_time(url: str) -> None:
 @pytest.mark.redis
 def test_replies_that_come_in_drops(tmp_path: Path) -> None:
     """Each piece is in time; the call as a whole is not, and keeps what it has."""
+    large = make_chain(8, 1 << 20)[4:]  # sixty pieces and more
+    keys = [stored.key for stored in large]
+    buffers = [memoryview(bytearray(1 << 20)) for _ in keys]
+    calls: Calls = CALLS | {"get_into of many": lambda backend: backend.get_into(keys, buffers)}
     with Server(next(iter(binaries().values())), tmp_path / "server") as server, Proxy(server.address) as proxy:
+        writer = opened(f"redis://127.0.0.1:{server.port}/0")
+        try:
+            assert status_of(writer.put([*OBJECTS, *large])) == [ObjectStatus.OK] * 8
+        finally:
+            writer.close()
         backend = opened(f"redis://127.0.0.1:{proxy.port}/0?{LIMITS}")
         try:
-            assert status_of(backend.put(OBJECTS)) == [ObjectStatus.OK] * 4
-            proxy.set(Fault(delay=0.12))
-            for name, call in CALLS.items():
+            proxy.set(Fault(delay=0.05))
+            for name, call in calls.items():
                 start = time.monotonic()
                 call(backend)
                 assert time.monotonic() - start < DEADLINE + SLACK, name
