@@ -218,5 +218,7 @@ MACHINES: list[Any] = [MemoryMachine, SmallMemoryMachine, FileMachine, SmallFile
 @pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.__name__)
 def test_machine(machine: Any) -> None:
     case = machine.TestCase
-    case.settings = settings(max_examples=max(10, settings().max_examples // 4), stateful_step_count=30, deadline=None)
+    share = 8 if issubclass(machine, FileMachine) else 4  # files cost seven times as much
+    histories = max(10, settings().max_examples // share)
+    case.settings = settings(max_examples=histories, stateful_step_count=30, deadline=None)
     case().runTest()

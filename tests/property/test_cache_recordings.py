@@ -22,7 +22,7 @@ POLICIES = st.sampled_from(["write_through", "write_through_selective", "write_b
 
 
 @pytest.mark.slow
-@settings(max_examples=40)
+@settings(max_examples=24)
 @given(
     seed=st.integers(0, 2**32),
     device=st.sampled_from([6, 14, 24]),

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("nothing_is_logged")
 
 CASES = ("LEAK-3", "RACE-1", "RACE-3", "RACE-4", "FAIL-2", "FAIL-5", "EVICT-3", "STAT-3", "STAT-4")
 STEPS = 400
-CHUNKS = 4
+CHUNKS = 10
 
 
 def any_options(choices: Choices) -> dict[str, Any]:

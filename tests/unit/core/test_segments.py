@@ -6,7 +6,7 @@ from collections import OrderedDict
 from math import ceil
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hicache.core.config import CoreConfig
@@ -52,6 +52,7 @@ def test_single_pages_go_as_in_the_textbook(capacity, share, uses):
     stage.at_rest()
 
 
+@settings(max_examples=80)
 @given(share=SHARES, uses=st.lists(st.text("AB", min_size=1, max_size=6), max_size=40), cleared=st.integers(0, 40))
 def test_what_is_protected_is_within_its_share_of_each_tier(share, uses, cleared):
     """After each request, in DEVICE and HOST, with prompts that share prefixes, and a clear between them."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hicache.analytics.compare.documents import compare
@@ -41,6 +41,7 @@ def test_parts_add_up(a: dict[str, Any], b: dict[str, Any]) -> None:
     assert abs(100 * (split.hit_rate_b - split.hit_rate_a) - split.points) < 1e-9
 
 
+@settings(max_examples=60)
 @given(st.dictionaries(st.text(max_size=5), JSON, max_size=4), st.dictionaries(st.text(max_size=5), JSON, max_size=4))
 def test_any_two_documents(a: dict[str, Any], b: dict[str, Any]) -> None:
     """Whatever is in them: valid JSON without NaN, nothing where they are equal, and the same both ways."""

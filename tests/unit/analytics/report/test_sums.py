@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hicache.analytics.analysis.columns import Columns, read_columns
@@ -53,6 +53,7 @@ PROMPTS = st.lists(
 
 
 @pytest.mark.case("STAT-5")
+@settings(max_examples=80)
 @given(
     prompts=PROMPTS,
     tail=st.integers(0, 15),
