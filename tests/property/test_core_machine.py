@@ -62,6 +62,7 @@ def run(driver: CoreDriver, steps: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.case("LEAK-3", "RACE-1", "RACE-3", "RACE-7", "FAIL-2", "EVICT-3", "STAT-3", "STAT-4")
+@settings(max_examples=80)
 @given(config=CONFIGS, data=st.data())
 @pytest.mark.no_cover
 def test_random_histories_that_shrink(config, data):
@@ -70,8 +71,8 @@ def test_random_histories_that_shrink(config, data):
 
 @pytest.mark.slow
 @pytest.mark.case("LEAK-3", "RACE-4")
-@pytest.mark.parametrize("part", range(4))  # each well under the time that the slowest machine gives one test
-@settings(max_examples=50)
+@pytest.mark.parametrize("part", range(10))  # each well under the time that the slowest machine gives one test
+@settings(max_examples=20)
 @given(config=CONFIGS, seed=st.integers(0, 2**32))
 @pytest.mark.no_cover  # steps by the ten thousand: the others reach all there is
 def test_long_random_histories(part, config, seed):
