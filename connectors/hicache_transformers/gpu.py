@@ -25,7 +25,7 @@ from hicache.cuda.lanes import CudaCopy
 from hicache.cuda.options import DEFAULTS, CudaOptions
 from hicache.cuda.pool import CudaDevicePool
 from hicache.errors import CacheClosed, HicacheError
-from hicache.memory.base import Copy
+from hicache.runtime.layered import LayeredLoad
 from hicache.runtime.options import pool_pages
 from hicache_transformers.convert import PageShape
 from hicache_transformers.tiers import Computed
@@ -102,9 +102,10 @@ class GpuMemory:
             self.pool.close()
             raise
 
-    def pages(self, slots: Slots, copies: Sequence[Copy] = ()) -> GpuPages:
-        """See `DeviceTier`. `copies` that still bring them are waited for layer by layer, by the reading stream."""
-        return GpuPages(slots, tuple(copies))
+    def pages(self, slots: Slots, under_way: LayeredLoad | None = None) -> GpuPages:
+        """See `DeviceTier`. Copies under way are waited for layer by layer, by the stream that reads."""
+        copies = () if under_way is None else under_way.copies
+        return GpuPages(slots, tuple(copy for copy in copies if isinstance(copy, CudaCopy)))
 
     def span(self, *, batch: int, tokens: int) -> GpuSpan:
         """See `DeviceTier`."""
@@ -126,7 +127,7 @@ class GpuMemory:
         return used[0]
 
     def gather(
-        self, layer: int, index: torch.Tensor, target: torch.Tensor, *, start: int, copies: Sequence[Copy] = ()
+        self, layer: int, index: torch.Tensor, target: torch.Tensor, *, start: int, copies: Sequence[CudaCopy] = ()
     ) -> None:
         """Copy pages of one layer into `target`, `(2, kv_heads, columns, head_dim)`, from column `start` on.
 
@@ -136,7 +137,7 @@ class GpuMemory:
         """
         stream = self._driver.current_stream()
         for copy in copies:
-            if isinstance(copy, CudaCopy) and not copy.let_wait(layer, stream):
+            if not copy.let_wait(layer, stream):
                 raise HicacheError(f"pages that were on their way to the GPU did not come (layer {layer})")
         with self._lock:
             found = self._open()[layer].index_select(1, index).flatten(1, 2).transpose(1, 2)
@@ -202,7 +203,7 @@ class GpuPages:
     """Pages in the memory of a GPU, and copies that still bring some of them."""
 
     slots: Slots
-    copies: tuple[Copy, ...] = ()
+    copies: tuple[CudaCopy, ...] = ()
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -215,7 +216,7 @@ class _Rows:
     row: int
     start: int
     index: torch.Tensor | None = None
-    copies: Sequence[Copy] = ()
+    copies: Sequence[CudaCopy] = ()
     layers: Sequence[tuple[Any, Any]] = ()
     source: int = 0
     first: int = 0

@@ -184,7 +184,7 @@ class _EmbeddedRequest:
         return len(self._slots)
 
     def pages(self) -> Any:
-        return self._tier.pages(self._slots, () if self._under_way is None else self._under_way.copies)
+        return self._tier.pages(self._slots, self._under_way)
 
     def store(self, more: Tokens, computed: Computed) -> tuple[int, int]:
         request = self._request

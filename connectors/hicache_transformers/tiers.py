@@ -14,8 +14,7 @@ import torch
 import hicache
 from hicache.core.identity import Namespace
 from hicache.errors import ConfigError
-from hicache.memory.base import Copy, DevicePool
-from hicache.memory.writer import WriterEvent
+from hicache.runtime.layered import LayeredLoad
 from hicache.runtime.options import pool_pages
 from hicache_transformers.convert import Bytes, PageShape, Span
 from hicache_transformers.model import ModelShape
@@ -90,19 +89,19 @@ class DeviceTier(Protocol):
     layered: bool
 
     @property
-    def pool(self) -> DevicePool:
+    def pool(self) -> hicache.DevicePool:
         """See the class."""
         ...
 
-    def pages(self, slots: npt.NDArray[np.int64], copies: Sequence[Copy] = ()) -> Any:
-        """Slots as its spans take them, with a length; and copies that still bring them, where it is `layered`."""
+    def pages(self, slots: npt.NDArray[np.int64], under_way: LayeredLoad | None = None) -> Any:
+        """Slots as its spans take them, with a length; and what still brings them, where it is `layered`."""
         ...
 
     def span(self, *, batch: int, tokens: int) -> PageSpan:
         """A span of zeros."""
         ...
 
-    def write(self, slots: npt.NDArray[np.int64], computed: Computed, *, first: int) -> WriterEvent:
+    def write(self, slots: npt.NDArray[np.int64], computed: Computed, *, first: int) -> hicache.WriterEvent:
         """Write a prompt's pages, from page `first` on, into private slots.
 
         Returns:
@@ -139,16 +138,16 @@ class MainMemory:
             self._memory, namespace.geometry, page_size=namespace.page_size, layout="page_first"
         )
 
-    def pages(self, slots: npt.NDArray[np.int64], copies: Sequence[Copy] = ()) -> Sequence[Bytes]:
+    def pages(self, slots: npt.NDArray[np.int64], under_way: LayeredLoad | None = None) -> Sequence[Bytes]:
         """See `DeviceTier`."""
-        del copies
+        del under_way
         return [self._shape.of_slot(self._memory[slot]) for slot in slots.tolist()]
 
     def span(self, *, batch: int, tokens: int) -> PageSpan:
         """See `DeviceTier`."""
         return Span(self._shape, batch=batch, tokens=tokens, dtype=self._model.dtype, devices=self._model.devices)
 
-    def write(self, slots: npt.NDArray[np.int64], computed: Computed, *, first: int) -> WriterEvent:
+    def write(self, slots: npt.NDArray[np.int64], computed: Computed, *, first: int) -> hicache.WriterEvent:
         """See `DeviceTier`."""
         computed.fill(self._shape, self.pages(slots), first=first)
         return hicache.READY

@@ -1,0 +1,95 @@
+"""Real models of transformers over the device tier of a GPU, which a fake of CUDA holds: the text is that without."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hicache.cuda import CudaDevicePool, CudaOptions
+from hicache.cuda.driver import Event, Stream
+from hicache.testing.cuda import FakeCuda
+from hicache.testing.cudacopy import KERNELS
+from hicache_transformers.gpu import GpuMemory
+
+NEW = {"max_new_tokens": 8, "do_sample": False}
+CPU = torch.device("cpu")
+
+
+class ModelCuda(FakeCuda):
+    """The model computes on the CPU, as the current stream: what that waits for, its thread has to."""
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        super().wait(stream, event)
+        if stream is self.default:
+            self.synchronize(event)
+
+
+def of_fake(pool: CudaDevicePool, _: torch.device) -> torch.Tensor:
+    shown = pool.__cuda_array_interface__
+    memory = (ctypes.c_uint8 * math.prod(shown["shape"])).from_address(shown["data"][0])
+    return torch.from_numpy(np.ctypeslib.as_array(memory).reshape(shown["shape"]))
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    cuda = ModelCuda(memory=1 << 25, kernels=KERNELS)
+
+    def opened_tier(namespace: Any, shape: Any, model: Any, *, size: Any) -> Any:
+        options = CudaOptions(method="batch")
+        settings = {"device": CPU, "dtype": model.dtype, "size": size, "driver": cuda, "options": options}
+        return GpuMemory(namespace, shape, **settings, view=of_fake), None
+
+    monkeypatch.setattr("hicache_transformers.cache.open_tier", opened_tier)
+    monkeypatch.setattr("hicache.cuda.engine._STEP_BYTES", 1)  # layer by layer, however thin
+    return cuda
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_cold_from_the_device_and_from_main_memory(model: Any, opened: Any, prompt: Any) -> None:
+    """The device tier holds one prompt, so each comes up again, and the model waits for it layer by layer."""
+    asked = [prompt(tokens, seed=tokens) for tokens in (100, 97)]
+    expected = [model.generate(ids, **NEW) for ids in asked]
+    cache = opened(model, device=8)
+    for turn in range(6):
+        assert torch.equal(cache.generate(asked[turn % 2], **NEW), expected[turn % 2])
+        cache.flush()
+    assert torch.equal(cache.generate(asked[1], **NEW), expected[1])
+    found = cache.statistics()
+    assert found.reused_tokens == 5 * 96
+    assert not found.failures
+    assert not found.bypassed
+    assert cache.cache.statistics().copies.pages_host_to_device
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_batches_and_sampling(llama: Any, opened: Any, prompt: Any, batch: Any) -> None:
+    given = batch(prompt(60), prompt(41, seed=2))
+    settings = {"max_new_tokens": 16, "do_sample": True, "temperature": 0.9, "top_k": 20, "num_return_sequences": 3}
+    cache = opened(llama, device=8)
+    torch.manual_seed(7)
+    expected = llama.generate(**given, **settings)
+    for _ in range(3):
+        torch.manual_seed(7)
+        assert torch.equal(cache.generate(**given, **settings), expected)
+        cache.flush()
+        cache.generate(prompt(100, seed=5), **NEW)
+        cache.flush()
+    assert not cache.statistics().failures
+    assert cache.cache.statistics().copies.pages_host_to_device
+
+
+def test_pages_that_do_not_come_are_computed(on_gpu: FakeCuda, llama: Any, opened: Any, prompt: Any) -> None:
+    cache = opened(llama, device=8)
+    expected = llama.generate(prompt(100), **NEW)
+    for ids in (prompt(100), prompt(100, seed=2)):
+        cache.generate(ids, **NEW)
+        cache.flush()
+    for _ in range(2):
+        on_gpu.fail("memcpy_batch_async", "cudaErrorInvalidValue", 1)
+    assert torch.equal(cache.generate(prompt(100), **NEW), expected)
+    assert cache.statistics().failures == {"loading pages: HicacheError": 1}
