@@ -6,6 +6,7 @@ import gc
 import importlib.util
 import os
 import shutil
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,6 +60,12 @@ _NEEDS = {
 
 
 _COLLECTED: list[pytest.Item] = []  # before any is deselected
+
+
+def pytest_configure() -> None:
+    """Shells have their background jobs ignore Ctrl-C, which whatever tests start would inherit."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(tryfirst=True)
