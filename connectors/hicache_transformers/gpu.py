@@ -24,7 +24,7 @@ from hicache.cuda.events import CudaEvent
 from hicache.cuda.lanes import CudaCopy
 from hicache.cuda.options import DEFAULTS, CudaOptions
 from hicache.cuda.pool import CudaDevicePool
-from hicache.errors import CacheClosed, HicacheError
+from hicache.errors import CacheClosed, ConfigError, HicacheError
 from hicache.runtime.layered import LayeredLoad
 from hicache.runtime.options import pool_pages
 from hicache_transformers.convert import PageShape
@@ -61,7 +61,7 @@ class GpuMemory:
         pool: over its memory.
 
     Raises:
-        ConfigError: a size that is none, or more than the device has free.
+        ConfigError: a size that is none, or more than the device has free; a torch that copies the memory.
     """
 
     layered = True
@@ -97,7 +97,12 @@ class GpuMemory:
         )
         try:
             with torch.inference_mode(mode=False):  # else it could be written in that mode only
-                self._memory: torch.Tensor | None = view(self.pool, device).view(self._carrier)
+                memory = view(self.pool, device)
+            if memory.data_ptr() != self.pool.__cuda_array_interface__["data"][0]:
+                raise ConfigError(
+                    f"torch {torch.__version__} copies memory that it shall show: use another, or address="
+                )
+            self._memory: torch.Tensor | None = memory.view(self._carrier)
         except BaseException:
             self.pool.close()
             raise

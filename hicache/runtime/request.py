@@ -30,7 +30,7 @@ from hicache.units import whole_number
 
 if TYPE_CHECKING:
     from hicache.runtime.cache import EmbeddedCache
-    from hicache.runtime.loading import Prefetch
+    from hicache.runtime.loading import Loading, Prefetch
     from hicache.runtime.planner import LoadDecision
 
 Spans = tuple[Span, ...]
@@ -58,6 +58,7 @@ class Request:
         "_deadline",
         "_decision",
         "_lease",
+        "_loading",
         "_prefetch",
         "_spans",
         "_started",
@@ -89,6 +90,7 @@ class Request:
         self._closed = False
         self._counts: RequestCounts | None = None
         self._decision: LoadDecision | None = None
+        self._loading: Loading | None = None
 
     @property
     def match(self) -> Match:
@@ -101,7 +103,7 @@ class Request:
 
         None before `load`, where the engine's prefill rate is not known, and where no lower tier had anything.
         """
-        return self._decision
+        return self._decision if self._loading is None else self._loading.decision
 
     @property
     def tokens(self) -> int:
@@ -159,8 +161,8 @@ class Request:
             return LayeredLoad(parts, lease, None, lease.usable_slots(), ())
         until = None if self._deadline is None else self._started + self._deadline
         with parts.reducer.lock:
-            loading = parts.loader.begin(lease, self._prefetch, started=self._started, until=until)
-            return begin_layered(parts, lease, loading)
+            self._loading = parts.loader.begin(lease, self._prefetch, started=self._started, until=until)
+            return begin_layered(parts, lease, self._loading)
 
     def allocate(self, pages: int | None = None, *, deadline: float | None = None) -> Slots:
         """Private DEVICE slots for the pages behind the usable prefix, or behind those allocated before.

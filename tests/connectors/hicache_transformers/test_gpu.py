@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import math
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -37,7 +38,7 @@ class ModelCuda(FakeCuda):
 
     def wait(self, stream: Stream, event: Event) -> None:
         super().wait(stream, event)
-        if stream is self.default:
+        if stream is self.current_stream():
             self.synchronize(event)
 
 
@@ -232,6 +233,29 @@ def test_a_row_that_lags_is_brought_up_behind_pages_on_their_way(
     assert cache.cache.statistics().copies.pages_host_to_device
 
 
+def test_threads_on_streams_of_their_own(model: Any, opened: Any, on_gpu: Any) -> None:
+    cuda = on_gpu(ModelCuda(memory=1 << 20, kernels=KERNELS, seed=3))
+    cache = opened(device="24KiB", host="256KiB")
+    asked = [prompt(seed=10 + number, tokens=30 + number) for number in range(4)]
+    expected = [model.generate(ids) for ids in asked]
+    right: list[bool] = []
+
+    def work(first: int) -> None:
+        cuda.use(cuda.stream())
+        for number in range(first, first + 6):
+            right.append(torch.equal(cache.generate(asked[number % 4]), expected[number % 4]))
+            cache.flush()
+
+    threads = [threading.Thread(target=work, args=(2 * number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert right == [True] * 12
+    assert not cache.statistics().failures
+    assert cache.cache.statistics().copies.pages_host_to_device
+
+
 def test_storing_waits_for_nobody_and_is_seen_behind_the_writers_event(model: Any, opened: Any, on_gpu: Any) -> None:
     cuda = on_gpu(ModelCuda(memory=1 << 20, kernels=KERNELS))
     cache = opened()
@@ -245,14 +269,12 @@ def test_storing_waits_for_nobody_and_is_seen_behind_the_writers_event(model: An
     assert cache.cache.match(ids).pages == 10
 
 
-def tier(cuda: FakeCuda, *, size: str | int = 8) -> tuple[GpuMemory, PageShape]:
+def tier(cuda: FakeCuda, *, view: Any = of_fake) -> tuple[GpuMemory, PageShape]:
     geometry = hicache.KVGeometry.mha(layers=2, kv_heads=2, head_dim=8, dtype="bfloat16", head_group=1)
     shape = PageShape(layers=2, kv_heads=2, head_group=1, tokens=PAGE, row=16)
     namespace = hicache.Namespace("m", revision="r", geometry=geometry, page_size=PAGE, hash="sha256")
     dtype = torch.bfloat16
-    return GpuMemory(
-        namespace, shape, device=CPU, dtype=dtype, size=size, driver=cuda, options=BATCH, view=of_fake
-    ), shape
+    return GpuMemory(namespace, shape, device=CPU, dtype=dtype, size=8, driver=cuda, options=BATCH, view=view), shape
 
 
 def computed(tokens: int = 16) -> Computed:
@@ -383,6 +405,13 @@ def test_more_than_the_gpu_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("hicache.cuda.pool.open_device", lambda _: cuda)
     with pytest.raises(ConfigError, match="does not fit on CUDA device 0: 4 KiB of 4 KiB are free"):
         open_tier(*namespace_and_shapes("cuda:0", "cuda:0"), size=100)
+
+
+def test_a_torch_that_copies_the_memory_is_refused() -> None:
+    cuda = FakeCuda()
+    with pytest.raises(ConfigError, match="copies memory that it shall show"):
+        tier(cuda, view=lambda pool, device: of_fake(pool, device).clone())
+    assert not cuda.allocated
 
 
 def test_warnings_come_with_the_cache(model: Any, opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:

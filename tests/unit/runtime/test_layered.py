@@ -113,3 +113,16 @@ def test_a_request_that_ends_meanwhile_leaves_nothing(cache: hicache.EmbeddedCac
     cache.flush()
     compute(cache, pool, FIRST + 300, 2)  # its slots can be had again
     assert cache.statistics().open_requests == 0
+
+
+def test_what_was_decided_is_known_at_the_end(pool: HandPool) -> None:
+    with hicache.open(NAMESPACE, device=pool, host=16, canary=False, prefill_tokens_per_second=1.0) as cache:
+        for number, tokens in enumerate((FIRST, OTHER)):
+            compute(cache, pool, tokens, number)
+        with cache.request(FIRST) as request:
+            under_way = request.load_by_layer()
+            assert request.decision is None
+            pool.copies.end_all()
+            assert len(under_way.finish()) == len(under_way.slots)
+            assert request.decision is not None
+            assert request.decision.planned_host == 2
