@@ -118,6 +118,8 @@ def run(options: argparse.Namespace) -> int:
     piped = options.out == _STANDARD_OUTPUT
     if piped and options.json:
         raise ConfigError("--json: the trace itself goes to standard output; give --known FILE instead")
+    place = options.known or (None if piped else options.out.with_name(options.out.name + KNOWN))
+    _see_apart(options.out, place)
     making, document = _wanted(options, unit)
     with stop_on_interrupt() as stop, progress("synth") as show:
         written = make(
@@ -132,13 +134,19 @@ def run(options: argparse.Namespace) -> int:
         warn("interrupted; nothing was written")
         return EXIT_INTERRUPTED
     document |= {"known": making.known.document()}
-    place = options.known or (None if piped else options.out.with_name(options.out.name + KNOWN))
     if place is not None:
-        with new_file(place) as (file, finish):
+        with new_file(place, option="--known") as (file, finish):
             file.write(json.dumps(document, indent=2, allow_nan=False).encode() + b"\n")
             finish()
     _tell(options, document, unit, place, piped=piped)
     return EXIT_FINE
+
+
+def _see_apart(out: Path, known: Path | None) -> None:
+    from hicache.analytics.convert.files import same_file
+
+    if known is not None and same_file(out, known):
+        raise ConfigError(f"--known {known!s:.200}: the trace itself goes there; name another file")
 
 
 def _wanted(options: argparse.Namespace, unit: int) -> tuple[Making | Misses, dict[str, Any]]:

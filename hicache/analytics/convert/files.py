@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bz2
+import contextlib
 import gzip
 import lzma
 import os
@@ -27,26 +28,37 @@ _PACKERS: Final[dict[str, Callable[[BinaryIO], Any]]] = {
 """By the end of a file's name."""
 
 
+def same_file(a: Path, b: Path) -> bool:
+    """Whether what is written to both would meet, whatever they are called; devices take anything."""
+    try:
+        if os.path.realpath(a) == os.path.realpath(b) or (a.exists() and b.exists() and a.samefile(b)):
+            return a.is_file() or not a.exists()
+    except OSError:  # a loop of links, or a folder that may not be looked into: opening it says so
+        pass
+    return False
+
+
 @contextmanager
-def new_file(out: Path) -> Iterator[tuple[BinaryIO, Callable[[], None]]]:
+def new_file(out: Path, *, option: str = "--out") -> Iterator[tuple[BinaryIO, Callable[[], None]]]:
     """A file beside its place, which takes it when what is yielded with it is called; else nothing is left of it.
 
     It is compressed where its name says so. A pipe or a device gets it then, and so does the standard output.
 
     Args:
         out: its place; `-` is the standard output.
+        option: what named it, for messages.
 
     Raises:
         InvalidInput: it cannot be written.
     """
-    _check(out)
+    _check(out, option)
     beside: list[str] = []
     replaces = out != STANDARD_OUTPUT and (out.is_file() or not out.exists())
     place = Path(os.path.realpath(out))  # a link stays one
     try:
         file = _temporary(place if replaces else None, beside)
     except OSError as error:
-        raise InvalidInput(f"--out {out}: {error.strerror}; name a file in a folder that can be written") from None
+        raise InvalidInput(f"{option} {out}: {error.strerror}; name a file in a folder that can be written") from None
 
     def finish() -> None:
         file.flush()
@@ -69,18 +81,19 @@ def new_file(out: Path) -> Iterator[tuple[BinaryIO, Callable[[], None]]]:
     except BrokenPipeError:
         raise
     except OSError as error:
-        raise InvalidInput(f"--out {out}: {error.strerror}; make room there, or name another file") from None
+        raise InvalidInput(f"{option} {out}: {error.strerror}; make room there, or name another file") from None
     finally:
-        file.close()
+        with contextlib.suppress(OSError):  # where there was no room, there is none for the rest of the buffer either
+            file.close()
         for name in beside:
             os.unlink(name)
 
 
-def _check(out: Path) -> None:
+def _check(out: Path, option: str) -> None:
     if out.is_dir():
-        raise InvalidInput(f"--out {out}: is a folder; name a file in it")
+        raise InvalidInput(f"{option} {out}: is a folder; name a file in it")
     if out.suffix == ".zst":
-        raise InvalidInput(f"--out {out}: zstd is only read here; write to - and pipe it: | zstd > {out}")
+        raise InvalidInput(f"{option} {out}: zstd is only read here; write to - and pipe it: | zstd > {out}")
 
 
 def _temporary(place: Path | None, beside: list[str]) -> Any:

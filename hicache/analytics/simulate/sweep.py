@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import itertools
 import json
 import multiprocessing
 import os
 import signal
+import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from pathlib import Path
@@ -21,7 +24,7 @@ from hicache.analytics.simulate.settings import Costs, SimulationSettings
 from hicache.errors import ConfigError
 
 MOST_POINTS: Final = 100_000
-_VERSION: Final = 1
+_VERSION: Final = 2
 _TICK: Final = 0.2  # seconds between looks whether somebody asked to stop
 
 Show = Callable[[int, int], None]
@@ -74,21 +77,22 @@ def sweep(
         Results of the points that were done, in the order of the points.
 
     Raises:
-        ConfigError: the file is of another trace or no such file, or a point does not go with the trace.
+        ConfigError: the file is of another trace, no such file, or another sweep's just now; or a point does not go
+            with the trace.
     """
-    store = None if kept is None else _Kept(kept, columns)
-    found: dict[str, SimulationResult] = {} if store is None else store.read()
     wanted = {_key(point): point for point in points}
-    todo = {key: point for key, point in wanted.items() if key not in found}
-    done = len(wanted) - len(todo)
     show = progress or (lambda _done, _all: None)
-    show(done, len(wanted))
-    for key, result in _simulate(columns, todo, min(jobs, len(todo)), stopped or (lambda: False)):
-        found[key] = result
-        done += 1
-        if store is not None:
-            store.add(key, result)
+    with contextlib.nullcontext() if kept is None else _Kept(kept, columns) as store:
+        found: dict[str, SimulationResult] = {} if store is None else store.read()
+        todo = {key: point for key, point in wanted.items() if key not in found}
+        done = len(wanted) - len(todo)
         show(done, len(wanted))
+        for key, result in _simulate(columns, todo, min(jobs, len(todo)), stopped or (lambda: False)):
+            found[key] = result
+            done += 1
+            if store is not None:
+                store.add(key, result)
+            show(done, len(wanted))
     return [found[key] for key in wanted if key in found]
 
 
@@ -149,7 +153,10 @@ def _key(point: SimulationSettings) -> str:
 
 
 class _Kept:
-    """Results in a file, one JSON object a line; the first says of which trace."""
+    """Results in a file, one JSON object a line; the first says of which trace. Locked while it is entered.
+
+    The kernel holds the lock for this process alone, so a killed one leaves none.
+    """
 
     def __init__(self, path: Path, columns: Columns) -> None:
         self._path = path
@@ -157,19 +164,52 @@ class _Kept:
         for part in (columns.page, columns.start, columns.input_tokens, columns.time):
             digest.update(part.tobytes())
         self._head = {"hicache_sweep": _VERSION, "trace": digest.hexdigest()[:24]}
+        self._file = -1
+
+    def __enter__(self) -> _Kept:
+        try:
+            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+        except (OSError, ValueError) as error:
+            raise self._unwritable(error) from None
+        try:
+            self._lock()
+        except BaseException:
+            os.close(self._file)
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._file)
+
+    def _lock(self) -> None:
+        if not stat.S_ISREG(os.fstat(self._file).st_mode):
+            raise ConfigError(f"--out {self._path}: results are read back from it, so name a regular file")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            ours = os.path.samestat(os.fstat(self._file), os.stat(self._path))
+        except (BlockingIOError, FileNotFoundError):
+            ours = False
+        except OSError as error:
+            raise self._unwritable(error) from None
+        if not ours:
+            raise ConfigError(f"--out {self._path}: another sweep is writing there; let it end, or name another file")
+
+    def _unwritable(self, error: Exception) -> ConfigError:
+        why = getattr(error, "strerror", None) or error
+        return ConfigError(f"--out {self._path}: {why}; name a file that can be written")
 
     def read(self) -> dict[str, SimulationResult]:
         """What is there; a last line that was cut off is removed."""
         try:
-            data = self._path.read_bytes() if self._path.exists() else b""
+            data = self._path.read_bytes()
             whole = data[: data.rfind(b"\n") + 1]
-            if not whole:
-                self._path.write_text(json.dumps(self._head) + "\n")
-                return {}
             if len(whole) < len(data):
-                os.truncate(self._path, len(whole))
+                os.truncate(self._file, len(whole))
+            if not whole:
+                self._begin()
+                return {}
         except OSError as error:
-            raise ConfigError(f"--out {self._path}: {error.strerror}; name a file that can be written") from None
+            raise self._unwritable(error) from None
         head, *lines = whole.splitlines()
         try:
             if json.loads(head) != self._head:
@@ -183,9 +223,20 @@ class _Kept:
 
     def add(self, key: str, result: SimulationResult) -> None:
         """Keep one."""
+        self._append({"key": key, "result": result.document(definitions=False)})
+
+    def _begin(self) -> None:
         try:
-            with self._path.open("a") as file:
-                file.write(json.dumps({"key": key, "result": result.document(definitions=False)}) + "\n")
+            self._append(self._head)
+        except ConfigError:
+            os.unlink(self._path)  # nothing was in it, and nothing can be
+            raise
+
+    def _append(self, entry: dict[str, Any]) -> None:
+        line = memoryview(json.dumps(entry).encode() + b"\n")
+        try:
+            while line:
+                line = line[os.write(self._file, line) :]
         except OSError as error:
             raise ConfigError(f"--out {self._path}: {error.strerror}; make room, or name another file") from None
 

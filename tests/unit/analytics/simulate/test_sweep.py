@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 
@@ -15,6 +19,8 @@ from hicache.analytics.simulate.settings import Costs, SimulationSettings
 from hicache.analytics.simulate.sweep import grid, sweep
 from hicache.analytics.trace import TraceRequest, pack_ids
 from hicache.errors import ConfigError
+
+FullDisk: TypeAlias = Callable[[int], AbstractContextManager[None]]
 
 
 @pytest.fixture
@@ -72,6 +78,51 @@ def test_a_sweep_goes_on_where_it_ended(columns: Columns, tmp_path: Path) -> Non
     assert sweep(columns, wanted, kept=kept, progress=lambda n, _: again.append(n)) == whole
     assert again == [3]
     assert all(json.loads(line) for line in kept.read_text().splitlines())
+
+
+def test_two_sweeps_never_write_one_file(columns: Columns, tmp_path: Path) -> None:
+    kept = tmp_path / "sweep.jsonl"
+    busy: list[str] = []
+
+    def meanwhile(done: int, _: int) -> None:
+        if done == 1:
+            with pytest.raises(ConfigError, match="another sweep is writing there; let it end") as raised:
+                sweep(columns, points(), kept=kept)
+            busy.append(str(raised.value))
+
+    assert len(sweep(columns, points(device=[8, 80]), kept=kept, progress=meanwhile)) == 2
+    assert len(busy) == 1
+    assert len(kept.read_text().splitlines()) == 3
+    assert len(sweep(columns, points(device=[8, 80, 90]), kept=kept)) == 3  # the first one has let go
+
+
+def test_a_killed_sweep_leaves_no_lock(columns: Columns, tmp_path: Path) -> None:
+    kept = tmp_path / "sweep.jsonl"
+    holds = "import fcntl, sys; f = open(sys.argv[1], 'a'); fcntl.flock(f, 2); print(1, flush=True); input()"
+    command = [sys.executable, "-Sc", holds, str(kept)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        with pytest.raises(ConfigError, match="another sweep is writing there"):
+            sweep(columns, points(), kept=kept)
+        other.kill()
+    assert len(sweep(columns, points(), kept=kept)) == 1
+
+
+def test_a_full_disk_leaves_no_empty_file(columns: Columns, tmp_path: Path, full_disk: FullDisk) -> None:
+    kept = tmp_path / "sweep.jsonl"
+    with (
+        full_disk(10),
+        pytest.raises(ConfigError, match=r"sweep\.jsonl: File too large; make room, or name another file"),
+    ):
+        sweep(columns, points(), kept=kept)
+    assert not kept.exists()
+    with full_disk(2000), pytest.raises(ConfigError, match="make room"):
+        sweep(columns, points(device=[8, 80]), kept=kept)
+    assert len(sweep(columns, points(device=[8, 80]), kept=kept)) == 2  # it goes on behind what was cut off
+    assert len([json.loads(line) for line in kept.read_text().splitlines()]) == 3
+    with pytest.raises(ConfigError, match="name a regular file"):
+        sweep(columns, points(), kept=Path("/dev/null"))
 
 
 def test_results_of_another_trace_are_not_taken(columns: Columns, tmp_path: Path) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
@@ -26,6 +28,8 @@ from hicache.analytics.traces import Opening
 from hicache.cli import main, synth
 from hicache.errors import ConfigError
 from hicache.records import MissReason
+
+FullDisk: TypeAlias = Callable[[int], AbstractContextManager[None]]
 
 
 def agrees(known: dict[str, Any], found: dict[str, Any]) -> None:
@@ -230,6 +234,41 @@ def test_what_is_piped_out(tmp_path: Path, capfdbinary: pytest.CaptureFixture[by
     assert len(said.out.splitlines()) == 3
     assert b"3 requests; an unlimited cache hits" in said.err
     assert (tmp_path / "k").exists()
+
+
+def test_the_trace_and_what_is_known_of_it_are_two_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, link, hard = (tmp_path / name for name in ("t.jsonl", "link", "hard"))
+    link.symlink_to("t.jsonl")
+    for known in (out, link, tmp_path / "." / "away" / ".." / "t.jsonl"):
+        code, _, err = run(capsys, "synth", "--requests", "5", "--out", out, "--known", known)
+        assert (code, err) == (2, f"hicache: --known {known}: the trace itself goes there; name another file\n")
+        assert not out.exists()
+    assert run(capsys, "synth", "--requests", "5", "--out", out)[0] == 0
+    hard.hardlink_to(out)
+    before = out.read_bytes()
+    assert run(capsys, "synth", "--requests", "5", "--out", out, "--known", hard)[0] == 2
+    assert run(capsys, "synth", "--requests", "5", "--out", "-", "--known", "-")[0] == 2
+    assert out.read_bytes() == before
+    assert run(capsys, "synth", "--requests", "5", "--out", "/dev/null", "--known", "/dev/null")[0] == 0
+
+
+@pytest.mark.parametrize("name", ["s.jsonl", "s.jsonl.gz"])
+def test_a_full_disk_leaves_nothing_and_is_named(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    full_disk: FullDisk,
+    name: str,
+) -> None:
+    out, known = tmp_path / name, tmp_path / "k.json"
+    with full_disk(100):
+        code, text, err = run(capsys, "synth", "--requests", "5", "--out", out)
+    assert (code, text) == (2, "")
+    assert err == f"hicache: --out {out}: File too large; make room there, or name another file\n"
+    assert list(tmp_path.iterdir()) == []
+    with full_disk(100):
+        code, _, err = run(capsys, "synth", "--requests", "0", "--out", out, "--known", known)
+    assert (code, err) == (2, f"hicache: --known {known}: File too large; make room there, or name another file\n")
+    assert list(tmp_path.iterdir()) == [out]
 
 
 @pytest.mark.parametrize(
