@@ -32,6 +32,9 @@ class DynamicLayer:
         self.values = values if self.values is None else torch.cat([self.values, values], dim=-2)
         return self.keys, self.values
 
+    def get_seq_length(self) -> int:
+        return 0 if self.keys is None else int(self.keys.shape[-2])
+
 
 class DynamicSlidingWindowLayer(DynamicLayer):
     """What models with a sliding window get."""
@@ -46,8 +49,7 @@ class DynamicCache:
         return self.layers[layer_idx].update(keys, values)
 
     def get_seq_length(self) -> int:
-        keys = self.layers[0].keys
-        return 0 if keys is None else int(keys.shape[-2])
+        return self.layers[0].get_seq_length()
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         for layer in self.layers:
