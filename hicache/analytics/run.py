@@ -223,8 +223,8 @@ def _run(
 def _empty(pace: Pace) -> Iterator[str]:
     """Says so when there was nothing to replay, which is no error but seldom what was meant."""
     if not pace.seen and not pace.stopped:
-        skipped = f", all {pace.trace.skipped} entries were broken" if pace.trace.skipped else ""
-        yield f"{', '.join(map(str, pace.trace.paths)):.200}: no requests were replayed{skipped}; check the trace"
+        skipped = f" (all {pace.trace.skipped} entries were broken)" if pace.trace.skipped else ""
+        yield f"{', '.join(map(str, pace.trace.paths)):.200}: {pace.trace.why_nothing}{skipped}"
 
 
 def _broken(cache: hicache.EmbeddedCache) -> list[str]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from hicache.analytics.formats.accesslog import requests_gone
 from hicache.analytics.formats.known import FORMATS, format_of
 from hicache.analytics.sources import STANDARD_INPUT, Source, check_plain, source_of
 from hicache.analytics.trace import Interner, Reading, TraceRequest
@@ -106,6 +107,9 @@ class Trace:
         self.size = sum(path.stat().st_size for path in self.paths)
         self.wall_begin: float | None = None
         self._opening = opening
+        # Of a trace of which a part is read: its bounds, and once it was read to its end, its first and last time.
+        self._since, self._until = float("-inf"), float("inf")
+        self._lasts: tuple[float, float] | None = None
         # ids of one file are used as they are: faster, and known from other reports about it
         alone = len(self.formats) == 1 and self.formats[0] in FORMATS and FORMATS[self.formats[0]].as_is
         interner = None if alone else Interner()
@@ -117,6 +121,11 @@ class Trace:
     def skipped(self) -> int:
         """Broken entries passed over so far."""
         return sum(reader.skipped for reader in self._readers)
+
+    @property
+    def requests_gone(self) -> int:
+        """Requests that access logs say to have been written, and that their files lack, as far as these are read."""
+        return requests_gone(self._readers)
 
     @property
     def bytes_read(self) -> int:
@@ -138,6 +147,23 @@ class Trace:
             yield from itertools.islice(requests, opening.limit)
         except OSError as error:
             raise _unreadable(error) from None
+
+    @property
+    def why_nothing(self) -> str:
+        """Of a trace that was read and yielded nothing: why, and what to do, in words."""
+        since, until = self._opening.since is not None, self._opening.until is not None
+        if self._opening.limit == 0:
+            return "the selection is empty: --limit 0 reads no request; give 1 or more"
+        if self._lasts is None:
+            return "there are no requests in it; check the trace"
+        begin, end = self._lasts
+        over = f"the selection is empty: the trace ends at {end - begin:.6g} s"
+        if since and self._since > end:
+            return f"{over}, and --since is behind it; give an earlier time"
+        if until and self._until <= begin:
+            return "the selection is empty: --until is not behind the trace's begin; give a later time"
+        given = "between --since and --until" if since and until else "behind --since" if since else "before --until"
+        return f"{over}, and no request is {given}; give other times"
 
     def _merged(self) -> Iterator[TraceRequest]:
         streams = [iter(reader) for reader in self._readers]
@@ -162,11 +188,14 @@ class Trace:
         first = next(requests, None)
         if first is None:
             return
-        since = self._bound("--since", self._opening.since, first.time, float("-inf"))
-        until = self._bound("--until", self._opening.until, first.time, float("inf"))
+        since = self._since = self._bound("--since", self._opening.since, first.time, float("-inf"))
+        until = self._until = self._bound("--until", self._opening.until, first.time, float("inf"))
+        last = first.time
         for request in itertools.chain((first,), requests):
+            last = max(last, request.time)
             if since <= request.time < until:
                 yield request
+        self._lasts = first.time, last
 
     def _bound(self, option: str, moment: Moment | None, begin: float, otherwise: float) -> float:
         if moment is None:

@@ -14,6 +14,7 @@ from hicache.errors import ConfigError
 if TYPE_CHECKING:
     from hicache.analytics.analysis.recorded import Recorded
     from hicache.analytics.analysis.report import Analysis, AnalyzeOptions
+    from hicache.analytics.traces import Trace
 
 HELP = "tell what a request trace could hit: ideal rates, reuse, memory needed, prefixes, sessions"
 
@@ -73,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
     from hicache.analytics.sources import STANDARD_INPUT
     from hicache.analytics.traces import expand
     from hicache.cli.analyze_tables import each_table, tables
-    from hicache.cli.main import EXIT_FINE, EXIT_INTERRUPTED
+    from hicache.cli.main import EXIT_FINE, EXIT_INTERRUPTED, EXIT_WRONG
 
     wanted, way = read_options(options), opening(options)
     token_bytes = read_token_bytes(options.token_bytes)
@@ -83,9 +84,11 @@ def run(options: argparse.Namespace) -> int:
     whole_of = [(None, options.trace)]
     parts = [(str(file), [file]) for file in files] if options.each and len(files) > 1 else []
     found: list[Analysis] = []
+    traces = []
     with stop_on_interrupt() as stop, progress("analyze") as show:
         for name, paths in (*whole_of, *parts):
-            found.append(analyze(way.open(paths), wanted, name=name, progress=show, stopped=stop.is_set))
+            traces.append(way.open(paths))
+            found.append(analyze(traces[-1], wanted, name=name, progress=show, stopped=stop.is_set))
             if found[-1].interrupted:
                 break
     together, *each = found
@@ -97,8 +100,10 @@ def run(options: argparse.Namespace) -> int:
             print_fitted(table)
         if each:
             print_fitted(each_table(found))
-    _warn(together)
-    return EXIT_INTERRUPTED if found[-1].interrupted else EXIT_FINE
+    _warn(together, traces[0])
+    if found[-1].interrupted:
+        return EXIT_INTERRUPTED
+    return EXIT_FINE if together.requests else EXIT_WRONG
 
 
 def read_options(options: argparse.Namespace) -> AnalyzeOptions:
@@ -160,6 +165,11 @@ def _warn_of_log(recorded: Recorded) -> None:
             f"{recorded.requests_dropped:,} of {recorded.requests_ended:,} requests were lost on the way to the log; "
             "see what `hicache stats` says of it"
         )
+    if recorded.requests_gone:
+        warn(
+            f"{recorded.requests_gone:,} of {recorded.requests_ended:,} requests were written to files or blocks that "
+            "are not there any more, or that cannot be read"
+        )
     if recorded.sample < 1:
         told = {
             "prefix": "requests that begin alike are all in it or none, so memory sizes stand for "
@@ -174,11 +184,11 @@ def _warn_of_log(recorded: Recorded) -> None:
         )
 
 
-def _warn(analysis: Analysis) -> None:
+def _warn(analysis: Analysis, trace: Trace) -> None:
     if analysis.entries_skipped:
         warn(f"{analysis.entries_skipped:,} broken entries of the trace were skipped")
     if not analysis.requests and not analysis.interrupted:
-        warn(f"{analysis.name:.200}: there are no requests in it; check the trace")
+        warn(f"{analysis.name:.200}: {trace.why_nothing}")
     if analysis.recorded is not None:
         _warn_of_log(analysis.recorded)
     if analysis.out_of_order:

@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Convert, say what is lost, and return the exit code."""
     from hicache.analytics.convert.run import check_target, convert
-    from hicache.cli.main import EXIT_FINE, EXIT_INTERRUPTED
+    from hicache.cli.main import EXIT_FINE, EXIT_INTERRUPTED, EXIT_WRONG
 
     check_target(options.to)
     unit = _unit(options.to_unit)
@@ -63,10 +63,10 @@ def run(options: argparse.Namespace) -> int:
     if done.skipped:
         warn(f"{done.skipped:,} broken entries of the trace were skipped")
     if not done.requests:
-        warn(f"{', '.join(map(str, trace.paths)):.200}: there are no requests in it; check the trace")
+        warn(f"{', '.join(map(str, trace.paths)):.200}: {trace.why_nothing}")
     if done.losses:
         warn(f"--to {options.to}: {'; '.join(done.losses)}")
-    return EXIT_FINE
+    return EXIT_FINE if done.requests else EXIT_WRONG
 
 
 def _unit(text: str | None) -> int | None:

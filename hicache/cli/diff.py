@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from hicache.cli.fitting import print_fitted
-from hicache.cli.output import Table, print_json, progress, say
+from hicache.cli.output import Table, print_json, progress, say, warn
 from hicache.cli.trace_options import add_trace_arguments, opening
 from hicache.cli.values import whole
 from hicache.errors import ConfigError, InvalidInput
@@ -53,19 +53,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Compare, print, and return the exit code: 0 also where much has changed."""
-    from hicache.analytics.compare.documents import compare
-    from hicache.cli.main import EXIT_FINE
+    """Compare, print, and return the exit code: 0 also where much has changed, 1 where one is empty."""
+    from hicache.analytics.compare.documents import compare, warnings
+    from hicache.cli.main import EXIT_FINE, EXIT_WRONG
 
     top = whole("--top", options.top)
     if top < 0:
         raise ConfigError(f"--top {top}: cannot be negative")
     names, documents, common = _read(options)
     found = compare(*documents)
+    for line in warnings(*documents):
+        warn(line)
+    empty = [name for name, document in zip(names, documents, strict=True) if document.get("requests") == 0]
+    for name in empty:
+        warn(f"{name:.200}: there are no requests in it; check the trace, and --span, --since, --until and --limit")
+    code = EXIT_WRONG if empty else EXIT_FINE
     if options.json:
         more = {} if common is None else {"overlap": asdict(common)}
         print_json(dict(zip("ab", names, strict=True)) | found.document() | more)
-        return EXIT_FINE
+        return code
     for line, name in zip("AB", names, strict=True):
         say(f"{line}: {name}")
     say("")
@@ -74,7 +80,7 @@ def run(options: argparse.Namespace) -> int:
     for split in found.splits:
         print_fitted(_split_table(split))
     print_fitted(_changes_table(found, top))
-    return EXIT_FINE
+    return code
 
 
 def _read(options: argparse.Namespace) -> tuple[tuple[str, str], tuple[dict[str, Any], dict[str, Any]], Overlap | None]:

@@ -111,7 +111,9 @@ def run(options: argparse.Namespace) -> int:
         return EXIT_WRONG
     if result.bad_input:
         return EXIT_USAGE
-    return EXIT_INTERRUPTED if result.interrupted else EXIT_FINE
+    if result.interrupted:
+        return EXIT_INTERRUPTED
+    return EXIT_FINE if result.requests or result.requests_refused else EXIT_WRONG
 
 
 def _defaults() -> argparse.Namespace:

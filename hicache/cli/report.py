@@ -87,7 +87,7 @@ def run(options: argparse.Namespace) -> int:
     write(_text(report, form), out)
     for line in (*report.warnings, *reader.problems):
         warn(line)
-    if reader.problems:
+    if reader.problems or reader.empty:
         return EXIT_WRONG
     return EXIT_INTERRUPTED if reader.interrupted else EXIT_FINE
 

@@ -21,11 +21,14 @@ from hicache.errors import ConfigError, InvalidInput
 if TYPE_CHECKING:
     from hicache.analytics.analysis.report import Analysis, AnalyzeOptions
     from hicache.analytics.report.build import Source
+    from hicache.analytics.traces import Trace
 
 __all__ = ["Reader"]
 
 _PIPED: Final = "-"
 _SWEEP: Final = b'{"hicache_sweep"'
+_PAGE: Final = b"<!doctype html"
+_HEAD: Final = 256  # bytes that tell these apart
 
 
 class Reader:
@@ -37,6 +40,7 @@ class Reader:
 
     Attributes:
         interrupted: whether one was stopped.
+        empty: whether a trace, or what was asked for of it, has no requests.
         problems: what simulations found that must not be.
 
     Raises:
@@ -45,7 +49,7 @@ class Reader:
 
     def __init__(self, options: argparse.Namespace, stopped: Callable[[], bool]) -> None:
         choice("--trace-format", options.format, FORMATS)
-        self.interrupted = False
+        self.interrupted = self.empty = False
         self.problems: list[str] = []
         self._options = options
         self._stopped = stopped
@@ -98,15 +102,16 @@ class Reader:
         simulated = any(setting in self._given for setting in NAMES)
         if name == _PIPED and (simulated or self._options.each):
             raise ConfigError("-: standard input can be read only once; save it to a file and name that")
-        analysis, each = self._analysis(path)
+        analysis, each, odd = self._analysis(path)
         document = analysis.document() | ({"each": [part.document() for part in each]} if each else {})
         documents = {"analyze": document}
         if simulated and not self._stopped():
             documents |= self._simulation(path)
         shown = "standard input" if name == _PIPED else name
-        return Source(shown, documents, tuple(_odd(analysis)))
+        return Source(shown, documents, odd)
 
-    def _analysis(self, path: Path) -> tuple[Analysis, list[Analysis]]:
+    def _analysis(self, path: Path) -> tuple[Analysis, list[Analysis], tuple[str, ...]]:
+        """The whole, its files where each is wanted, and what is odd about the whole."""
         from dataclasses import replace
 
         from hicache.analytics.analysis.report import analyze
@@ -115,15 +120,20 @@ class Reader:
         files = expand([path]) if self._options.each else []
         wanted: AnalyzeOptions = replace(self._wanted, sizes=self._wanted.sizes or self._sizes)
         found: list[Analysis] = []
+        odd: tuple[str, ...] = ()
         with progress(f"analyze {path.name:.40}") as show:
             for paths, name in (([path], None), *(([file], str(file)) for file in files if len(files) > 1)):
-                found.append(analyze(self._way.open(paths), wanted, name=name, progress=show, stopped=self._stopped))
+                trace = self._way.open(paths)
+                found.append(analyze(trace, wanted, name=name, progress=show, stopped=self._stopped))
+                if len(found) == 1:
+                    odd = tuple(_odd(found[0], trace))
                 if found[-1].interrupted:
                     self.interrupted = True
                     break
         if not self._sizes:
             self._sizes = tuple(point.pages for point in found[0].curve.points)
-        return found[0], found[1:]
+        self.empty |= not found[0].requests and not found[0].interrupted
+        return found[0], found[1:], odd
 
     def _simulation(self, path: Path) -> dict[str, dict[str, Any]]:
         """A simulation, or a sweep where a setting has several values."""
@@ -150,7 +160,7 @@ class Reader:
         return {"sweep": {"points": len(points), "results": plain, "recommendation": told, "definitions": DEFINITIONS}}
 
 
-def _odd(analysis: Analysis) -> list[str]:
+def _odd(analysis: Analysis, trace: Trace) -> list[str]:
     """What was odd about a trace."""
     found = []
     if analysis.interrupted:
@@ -158,7 +168,7 @@ def _odd(analysis: Analysis) -> list[str]:
     if analysis.entries_skipped:
         found.append(f"{analysis.entries_skipped:,} broken entries of the trace were skipped")
     if not analysis.requests and not analysis.interrupted:
-        found.append(f"{analysis.name:.200}: there are no requests in it; check the trace")
+        found.append(f"{analysis.name:.200}: {trace.why_nothing}")
     if analysis.out_of_order:
         found.append(f"{analysis.out_of_order:,} requests have a time before that of the request in front of them")
     return found
@@ -169,8 +179,15 @@ def _document(path: Path) -> dict[str, Any] | None:
     try:
         if path.is_file() and path.stat().st_size <= MOST_REPORT:
             with path.open("rb") as file:
-                if file.read(len(_SWEEP)) == _SWEEP:
-                    return _kept(path)
+                head = file.read(_HEAD)
+            if head.startswith(_SWEEP):
+                return _kept(path)
+            if head.lstrip()[: len(_PAGE)].lower() == _PAGE:
+                raise InvalidInput(
+                    f"{str(path)!r:.200} is a page, as `hicache report` writes it for people; name what it was made "
+                    "of: a trace, a document of analyze, simulate, sweep or stats --json, a file of sweep --out, or "
+                    "--address"
+                )
     except (OSError, ValueError) as error:
         raise InvalidInput(f"{str(path)!r:.200} cannot be read: {error}") from None
     return read_report(path)

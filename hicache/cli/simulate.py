@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
             say(line)
     for problem in result.problems:
         warn(problem)
-    if result.problems:
+    if result.problems or not columns.requests:
         return EXIT_WRONG
     return EXIT_INTERRUPTED if result.interrupted else EXIT_FINE
 

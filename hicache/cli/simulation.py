@@ -8,6 +8,7 @@ import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from hicache.cli.sizes import tier_size
 from hicache.cli.trace_options import add_trace_arguments, add_trace_paths, opening
 from hicache.cli.values import choice, number, whole
 from hicache.errors import ConfigError
@@ -104,7 +105,7 @@ def read_trace(options: argparse.Namespace) -> Columns:
     if trace.skipped:
         warn(f"{trace.skipped:,} broken entries of the trace were skipped")
     if not columns.requests:
-        warn(f"{', '.join(map(str, trace.paths)):.200}: there are no requests in it; check the trace")
+        warn(f"{', '.join(map(str, trace.paths)):.200}: {trace.why_nothing}")
     return columns
 
 
@@ -203,7 +204,7 @@ def _pages(name: str, text: str, page_bytes: int) -> int | None:
         return None
     if _is_plain(text):
         return whole(option, text)
-    size = _bytes(option, text)
+    size = tier_size(text, option=option)
     if 0 < size < page_bytes:
         raise ConfigError(f"{option} {text}: is less than one page of {format_size(page_bytes)}; make it larger")
     return size // page_bytes

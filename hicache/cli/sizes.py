@@ -10,6 +10,7 @@ from hicache.units import format_size, parse_size
 MOST_PAGES = 2**31  # slot numbers beyond it would need a day of traffic to be used; a typing error, not a wish
 
 _PLAIN = re.compile(r"[+-]?[0-9]{1,20}")
+_NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?|")
 
 
 def parse_pages(text: str, *, option: str, page_bytes: int, least: int) -> int:
@@ -30,7 +31,7 @@ def parse_pages(text: str, *, option: str, page_bytes: int, least: int) -> int:
     elif text == "unlimited":
         raise ConfigError(f"{option} {text}: only --device can be without limit; give pages, or a size such as 2GiB")
     else:
-        size = _size(text, option=option, more="; a plain number is pages")
+        size = tier_size(text, option=option)
         if page_bytes == 0:
             raise ConfigError(f"{option} {text}: pages hold no bytes here (--page-bytes 0), give a number of pages")
         pages = size // page_bytes
@@ -52,6 +53,17 @@ def parse_bytes(text: str, *, option: str, most: int) -> int:
     if size > most:
         raise ConfigError(f"{option} {text}: more than {format_size(most)}; check the number and its unit")
     return size
+
+
+def tier_size(text: str, *, option: str) -> int:
+    """Bytes of what is no plain number, which would be pages.
+
+    Raises:
+        ConfigError: not a size; says that pages may be given too.
+    """
+    if _NUMBER.fullmatch(text.strip()):  # 0.5, or 1e9: no unit, and no whole number either
+        raise ConfigError(f"{option} {text:.40}: give pages as a whole number, or a size such as 512MiB")
+    return _size(text, option=option, more="; a plain number is pages")
 
 
 def _size(text: str, *, option: str, more: str = "") -> int:

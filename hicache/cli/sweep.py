@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
     problems = [problem for result in results for problem in result.problems]
     for problem in problems:
         warn(problem)
-    if problems:
+    if problems or not columns.requests:
         return EXIT_WRONG
     return EXIT_INTERRUPTED if len(results) < len(points) else EXIT_FINE
 

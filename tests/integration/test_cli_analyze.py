@@ -65,12 +65,13 @@ def test_a_sampled_curve_shows_its_error(small_trace: Path, capsys: pytest.Captu
 def test_an_empty_trace_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = tmp_path / "empty.jsonl"
     trace.write_text("")
-    assert main(["analyze", str(trace)]) == 0
+    assert main(["analyze", str(trace)]) == 1
     out, err = capsys.readouterr()
     assert "n/a" in out
     assert "nan" not in out.lower()
     assert "there are no requests in it" in err
-    assert analyze(capsys, trace)["ideal_hit_rate_pages"] == 0
+    assert main(["analyze", str(trace), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["ideal_hit_rate_pages"] == 0
 
 
 def test_each_file_and_all_as_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -47,6 +47,11 @@ def test_two_traces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "ideal_pages_hit" in shown
     same = diffed(capsys, first, first)
     assert (same["changes"], same["splits"]) == ([], [])
+    capsys.readouterr()
+    whole = tmp_path / "whole.jsonl"
+    whole.write_text(json.dumps({"tokens": [*range(64)], "output_length": 1}) + "\n" + json.dumps({"tokens": [5]}))
+    assert main(["diff", first, str(whole)]) == 0
+    assert "pages of A and B have 512 and 64 tokens, so their counts of pages are of" in capsys.readouterr().err
 
 
 def test_two_spans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -58,7 +63,10 @@ def test_two_spans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert changes(found)["ideal_pages_hit"] == (1, 0)
     assert main(["diff", file, "--span", "0..2", "--span", "2..4"]) == 0
     assert "50.0 % of the pages that B asks are known from A" in capsys.readouterr().out
-    empty = diffed(capsys, file, "--span", "0..1", "--span", "100..200")
+    assert main(["diff", file, "--span", "0..1", "--span", "100..200", "--json"]) == 1
+    said = capsys.readouterr()
+    assert f"{file} 100..200: there are no requests in it; check the trace, and --span" in said.err
+    empty = json.loads(said.out)
     assert empty["overlap"]["asked_b_known_share"] == 0.0
 
 

@@ -221,6 +221,8 @@ def test_what_cannot_be_is_said_in_a_line(
     cut.write_text('{"hicache_sweep": 1}\n{"key"')
     copy = tmp_path / "copy.jsonl"
     copy.write_bytes(small_trace.read_bytes()[:2000])
+    page = tmp_path / "page.html"
+    page.write_text("<!DOCTYPE html>\n<html>")
     few = ("--requests", "5")
     for arguments, words in (
         ((), "0 sources"),
@@ -230,6 +232,7 @@ def test_what_cannot_be_is_said_in_a_line(
         ((copy, "--out", copy), "is a source of the report"),
         ((broken,), "which is no figure"),
         ((cut,), "no whole file of"),
+        ((page,), "is a page, as `hicache report` writes it for people; name what it was made of: a trace, a document"),
         ((tmp_path / "none.json",), "cannot be read"),
         ((small_trace, "--format", "pdf"), "use one of html, markdown, json"),
         ((small_trace, "--json", "--format", "html"), "give one of them"),

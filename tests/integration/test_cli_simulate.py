@@ -92,7 +92,10 @@ def test_files_that_are_wrong(
     [
         (["--device", "0"], "--device 0: must be 1 to"),
         (["--device", "1KiB"], "--device 1KiB: is less than one page of 64 MiB"),
-        (["--device", "much"], "--device: size 'much' is not a number with a unit"),
+        (
+            ["--device", "much"],
+            "--device much: is not a number with a unit: write it like 512MiB, ",
+        ),
         (["--device", "1,2"], "--device 1,2: give one value; `hicache sweep` takes several"),
         (["--host", "unlimited"], "--host unlimited: only --device and --storage"),
         (["--storage", "5"], "--storage needs a host tier"),
@@ -122,11 +125,12 @@ def test_an_empty_trace_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[st
     trace = tmp_path / "empty.jsonl"
     trace.write_text("")
     for command in ("simulate", "sweep"):
-        assert main([command, str(trace)]) == 0
+        assert main([command, str(trace)]) == 1
         out, err = capsys.readouterr()
         assert "nan" not in out.lower()
         assert "there are no requests in it" in err
-        as_json(capsys, command, trace)
+        assert main([command, str(trace), "--json"]) == 1
+        json.loads(capsys.readouterr().out)
 
 
 def test_a_sweep_shows_what_differs(small_trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

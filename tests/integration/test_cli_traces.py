@@ -52,19 +52,28 @@ def test_what_is_piped_in(
 
 
 @pytest.mark.case("STAT-2")
-@pytest.mark.parametrize("command", [*READERS, "convert"])
+@pytest.mark.parametrize("command", [*READERS, "convert", "report"])
 def test_traces_of_nothing_are_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
-    """Whatever the reason is: an empty file, a part without requests, or only broken entries."""
+    """Whatever the reason is: an empty file, a part without requests, or only broken entries; it is no success."""
     empty, broken, some = tmp_path / "empty", tmp_path / "broken", tmp_path / "some"
     empty.write_text("")
     broken.write_text('{"timestamp": -1, "input_length": 1}\n')
     some.write_text('{"timestamp": 1, "input_length": 1, "output_length": 1, "hash_ids": [1]}\n')
     more = ["--to", "csv", "--out", str(tmp_path / "out")] if command == "convert" else ["--json"]
     more += ["--jobs", "1"] if command == "sweep" else []
-    for words in ([empty], [broken, "--skip-bad"], [some, "--since", "1000"]):
-        assert main([command, *map(str, words), *more]) == 0
+    some.write_text(some.read_text() + some.read_text().replace('"timestamp": 1', '"timestamp": 330001'))
+    ends = "the selection is empty: the trace ends at 330 s, and"
+    for words, why in (
+        ([empty], "check the trace"),
+        ([broken, "--skip-bad"], "check the trace"),
+        ([some, "--limit", "0"], "the selection is empty: --limit 0 reads no request; give 1 or more"),
+        ([some, "--since", "1h"], f"{ends} --since is behind it; give an earlier time"),
+        ([some, "--since", "10", "--until", "20"], f"{ends} no request is between --since and --until; give other"),
+        ([some, "--until", "0"], "the selection is empty: --until is not behind the trace's begin; give a later time"),
+    ):
+        assert main([command, *map(str, words), *more]) == 1
         said = capsys.readouterr()
-        assert "check the trace" in said.err
+        assert why in said.err
         if command != "convert":
             json.loads(said.out, parse_constant=lambda name: pytest.fail(f"{name} in JSON"))
 

@@ -51,7 +51,8 @@ class Recorded:
         load_seconds, request_seconds: distributions, from a request's begin to the end of its load, and of itself.
         processes: that wrote it.
         requests_ended, requests_left_out, requests_dropped: of those processes, up to the last block that was read:
-            all, those that are not in the sample, those that were lost.
+            all, those that are not in the sample, those that were lost before they were written.
+        requests_gone: that were written, in files or blocks that are not there any more or cannot be read.
         sample, sample_by: of the last of them.
     """
 
@@ -77,6 +78,7 @@ class Recorded:
     requests_ended: int
     requests_left_out: int
     requests_dropped: int
+    requests_gone: int
     sample: float
     sample_by: str
 
@@ -141,8 +143,8 @@ class Tally:
         self._seen[ids[: outcome.kept]] = True
         return known
 
-    def result(self) -> Recorded | None:
-        """What was counted; None where nothing was."""
+    def result(self, *, gone: int = 0) -> Recorded | None:
+        """What was counted; None where nothing was. `gone` is what the files lack."""
         sums = self._sums
         if not sums["requests"]:
             return None
@@ -171,6 +173,7 @@ class Tally:
             requests_ended=sum(head.requests for head in heads),
             requests_left_out=sum(head.left_out for head in heads),
             requests_dropped=sum(head.dropped for head in heads),
+            requests_gone=gone,
             sample=heads[-1].sample,
             sample_by=heads[-1].sample_by,
         )

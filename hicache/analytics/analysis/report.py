@@ -86,6 +86,7 @@ class Analysis:
     Attributes:
         name: of what was read.
         formats: of its files.
+        page_tokens: tokens of a page: one number, or those of all files, ascending.
         requests, input_tokens, output_tokens: in all.
         pages_asked, pages_different: in all.
         begin, end: seconds of the first and the last request.
@@ -100,6 +101,7 @@ class Analysis:
 
     name: str
     formats: tuple[str, ...]
+    page_tokens: tuple[int, ...]
     requests: int
     input_tokens: int
     output_tokens: int
@@ -190,7 +192,7 @@ def analyze(
         formats=trace.formats,
         entries_skipped=trace.skipped,
         interrupted=interrupted,
-        recorded=tally.result(),
+        recorded=tally.result(gone=trace.requests_gone),
     )
 
 
@@ -205,6 +207,7 @@ def _analysis(columns: Columns, options: AnalyzeOptions, **more: Any) -> Analysi
     begin, end = time_range(columns)
     asking, talking = columns.length > 0, columns.input_tokens > 0
     return Analysis(
+        page_tokens=tuple(np.unique(columns.unit).tolist()),
         requests=columns.requests,
         input_tokens=int(columns.input_tokens.sum()),
         output_tokens=int(columns.output_tokens.sum()),

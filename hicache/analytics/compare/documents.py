@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from hicache.analytics.simulate.settings import SimulationSettings
 
-__all__ = ["Change", "Comparison", "Part", "Split", "compare"]
+__all__ = ["Change", "Comparison", "Part", "Split", "compare", "warnings"]
 
 _NAMES: Final = ("tier", "reason", "factor", "page_size", "verb", "policy", "seconds", "namespace", "model", "name")
 """Fields by which records of a list are the same in both documents; a list of others is compared by places."""
@@ -18,6 +18,7 @@ _PLACES: Final = {"points": "pages", "hottest": "first_page", "prefixes": "page_
 """The same for lists by their own names."""
 
 _NOT_FIGURES: Final = frozenset({"definitions", "name", "boot"})
+_CURVE: Final = "miss_ratio_curve"
 _TIERS: Final = ("device", "host", "storage")
 
 
@@ -95,7 +96,11 @@ class Comparison:
 
 
 def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> Comparison:
-    """Compare two documents that `--json` of one command has printed; what one of them lacks is None there."""
+    """Compare two documents that `--json` of one command has printed; what one of them lacks is None there.
+
+    Miss-ratio curves are compared at sizes that both have.
+    """
+    a, b = _alike(a, b)
     left, right = dict(_leaves("", a)), dict(_leaves("", b))
     changes, same = [], 0
     for path in dict.fromkeys((*left, *right)):
@@ -108,6 +113,52 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> Comparison:
     ours, theirs = dict(_counts("", a)), dict(_counts("", b))
     splits = [_split(path, ours[path], theirs[path]) for path in ours if path in theirs]
     return Comparison(tuple(split for split in splits if split is not None), tuple(changes), same)
+
+
+def _alike(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """The same documents, with curves of the sizes that both have, where both have a curve."""
+    curves = [_sizes(each) for each in (a, b)]
+    if not all(curves):
+        return a, b
+    both = curves[0].keys() & curves[1].keys()
+    left, right = (
+        {**each, _CURVE: {**each[_CURVE], "points": [point for pages, point in sizes.items() if pages in both]}}
+        for each, sizes in zip((a, b), curves, strict=True)
+    )
+    return left, right
+
+
+def _sizes(document: Mapping[str, Any]) -> dict[int, Any]:
+    """The points of an analysis' curve by their sizes; empty where it has none."""
+    curve = document.get(_CURVE)
+    points = curve.get("points") if isinstance(curve, Mapping) else None
+    if not isinstance(points, list):
+        return {}
+    return {
+        point["pages"]: point for point in points if isinstance(point, Mapping) and isinstance(point.get("pages"), int)
+    }
+
+
+def warnings(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
+    """What makes figures of two documents hard to compare, in words."""
+    units = [_units(each) for each in (a, b)]
+    if units[0] and units[1] and units[0] != units[1]:
+        told = " and ".join("/".join(map(str, each)) for each in units)
+        yield (
+            f"pages of A and B have {told} tokens, so their counts of pages are of different things; compare tokens, "
+            "or convert one with `hicache convert --to-unit`"
+        )
+    sizes = [_sizes(each).keys() for each in (a, b)]
+    if all(sizes) and sizes[0] != sizes[1]:
+        both = len(sizes[0] & sizes[1])
+        at = f"at the {both} sizes that both have" if both else "at no size: they have none in common"
+        yield f"the miss-ratio curves have different sizes and are compared {at}; give both analyses the same --sizes"
+
+
+def _units(document: Mapping[str, Any]) -> tuple[int, ...]:
+    """Tokens of a page; empty where that is not told."""
+    found = document.get("page_tokens")
+    return tuple(found) if isinstance(found, list | tuple) else (found,) if isinstance(found, int) else ()
 
 
 def _rank(change: Change) -> tuple[bool, int, float]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from io import BufferedReader
 from typing import BinaryIO, Final, cast
@@ -40,7 +40,7 @@ from hicache.runtime.accesslog.format import (
     unpack,
 )
 
-__all__ = ["WINDOW", "AccessLogReader", "Outcome", "RecordedDetails", "looks_like_access_log"]
+__all__ = ["WINDOW", "AccessLogReader", "Outcome", "RecordedDetails", "looks_like_access_log", "requests_gone"]
 
 WINDOW: Final = 4096
 """Requests that are held back, so that those that began earlier and ended later come first."""
@@ -104,6 +104,46 @@ def looks_like_access_log(head: bytes) -> bool:
     return begins_access_log(head) or _SIGN in head
 
 
+@dataclass(slots=True)
+class Run:
+    """Requests of a writer's life that stand in one block.
+
+    Attributes:
+        boot: names that life.
+        written: how many it had written with these.
+        lines: how many were read here, broken ones too.
+        whole: whether these are all of the block.
+    """
+
+    boot: str
+    written: int
+    lines: int = 0
+    whole: bool = False
+
+
+def requests_gone(readers: Iterable[object]) -> int:
+    """Requests that were written and that files lack, as the running counts of their blocks tell.
+
+    Args:
+        readers: of all files that are read as one log, as far as they have come; others are passed over.
+    """
+    lives: dict[str, list[Run]] = {}
+    for reader in readers:
+        for run in reader.runs if isinstance(reader, AccessLogReader) else ():
+            lives.setdefault(run.boot, []).append(run)
+    return sum(map(_gaps, lives.values()))
+
+
+def _gaps(runs: list[Run]) -> int:
+    gone = reached = 0
+    known = True
+    for run in sorted(runs, key=lambda run: run.written):
+        if known and run.whole:
+            gone += max(0, run.written - run.lines - reached)
+        reached, known = run.written, run.whole  # what follows a block that is still being read is not read yet
+    return gone
+
+
 class _Block:
     """What the lines of one block have told so far."""
 
@@ -118,6 +158,7 @@ class AccessLogReader(Reader):
 
     Attributes:
         breaks_off: whether its last block is not whole.
+        runs: of the blocks so far.
     """
 
     def __init__(self, path: Source, reading: Reading | None = None, *, interner: Interner | None = None) -> None:
@@ -128,6 +169,7 @@ class AccessLogReader(Reader):
         self._head = msgspec.json.Decoder(Head).decode
         self._entry = msgspec.json.Decoder(Entry).decode
         self.breaks_off = False
+        self.runs: list[Run] = []
 
     def _requests(self, file: BinaryIO) -> Iterator[TraceRequest]:
         waiting: list[tuple[float, int, TraceRequest]] = []
@@ -156,6 +198,11 @@ class AccessLogReader(Reader):
                 continue
             if request is not None:
                 yield request
+        self._end_run()
+
+    def _end_run(self) -> None:
+        if self.runs:
+            self.runs[-1].whole = True
 
     # ---- lines
 
@@ -218,7 +265,9 @@ class AccessLogReader(Reader):
                 self._block = None
                 self._begin(self._head(line))
                 return None
-            if self._block is None:
+            if self._block is not None:
+                self.runs[-1].lines += 1
+            else:
                 raise TraceError("no first line of a block in front of it was read")
             return self._request(self._entry(line), self._block, place)
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
@@ -233,6 +282,8 @@ class AccessLogReader(Reader):
                 "wrote it"
             )
         self._block = _Block(head)
+        self._end_run()
+        self.runs.append(Run(head.boot, head.written))
 
     def _request(self, entry: Entry, block: _Block, place: str) -> TraceRequest:
         namespaces = block.head.namespaces

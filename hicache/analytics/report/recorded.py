@@ -61,6 +61,7 @@ def recorded_sections(documents: Sequence[AnalysisDocument]) -> Iterator[Section
             ("mean over requests of their own page rates", lambda each: percent(each.recorded_hit_rate_requests)),
             ("share of the requests that the log has", lambda each: percent(each.sample)),
             ("requests lost when the log was written", lambda each: count(each.requests_dropped)),
+            ("requests in files or blocks that are gone", lambda each: count(each.requests_gone)),
         ],
     )
     plots = (

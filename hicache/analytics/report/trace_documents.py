@@ -128,6 +128,7 @@ class Recorded(msgspec.Struct, frozen=True):
     requests_left_out: Count
     requests_dropped: Count
     sample: Share
+    requests_gone: Count = 0
 
     def __post_init__(self) -> None:
         told = self.pages_device + self.pages_host + self.pages_storage + sum(self.misses_by_reason.values())

@@ -166,7 +166,10 @@ class ClientCore:
         return self.connected
 
     def statistics(self) -> ClientStatistics:
-        """A snapshot of what this client counts. May be called at any time, also after `close`."""
+        """A snapshot of what this client counts; hits and misses are the service's to tell, see `ClientStatistics`.
+
+        May be called at any time, also after `close`.
+        """
         return self.state.statistics()
 
     # ---- verbs, as flows

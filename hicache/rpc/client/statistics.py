@@ -11,6 +11,10 @@ from dataclasses import dataclass
 class ClientStatistics:
     """A snapshot of one client; counts are since `connect`. What the service counts, the service tells.
 
+    So there is no `tokens` here, unlike in the statistics of an embedded cache: hits by tier and misses by reason are
+    counted over all clients, across reconnects of each, by the service. `hicache stats ADDRESS --json` has them, as
+    `statistics.tokens` of each pool, and `hicache top ADDRESS --once --json` those of all pools, as `tokens`.
+
     Attributes:
         connected: whether there is a service now that answers.
         why_away: why there is none, in words; empty while connected.

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hicache.analytics.compare.documents import compare
+from hicache.analytics.compare.documents import compare, warnings
 
 COUNTS = st.fixed_dictionaries(
     {name: st.integers(0, 1000) for name in ("device", "host", "storage")}
@@ -105,3 +105,32 @@ def test_points_of_sweeps_are_compared_with_their_like() -> None:
     found = compare({"results": [point(5, 1), point(9, 4)]}, {"results": [point(9, 6), point(5, 1, eviction="lfu")]})
     (split,) = found.splits
     assert (split.path, round(split.points)) == ("results[device 9, host 0, storage 0].pages", 20)
+
+
+def analysis(sizes: dict[int, float], *page_tokens: int) -> dict[str, Any]:
+    points = [{"pages": pages, "miss_ratio": ratio} for pages, ratio in sizes.items()]
+    return {"page_tokens": list(page_tokens), "miss_ratio_curve": {"sampled": False, "points": points}}
+
+
+def test_curves_are_compared_at_common_sizes() -> None:
+    """What only one curve tells is no difference of the traces; it is said in words that sizes differ."""
+    a, b = analysis({10: 0.5, 20: 0.4, 40: 0.2}, 16), analysis({10: 0.6, 30: 0.4, 40: 0.2}, 16)
+    changes = [(change.path, change.a, change.b) for change in compare(a, b).changes]
+    assert changes == [("miss_ratio_curve.points[10].miss_ratio", 0.5, 0.6)]
+    (line,) = warnings(a, b)
+    assert "compared at the 2 sizes that both have" in line
+    (line,) = warnings(a, analysis({7: 0.1}, 16))
+    assert "at no size: they have none in common" in line
+    assert compare(a, analysis({7: 0.1}, 16)).changes == ()
+    assert list(warnings(a, a)) == []
+    # one without a curve: as other documents
+    assert compare(a, {"miss_ratio_curve": {"points": 5}}).changes
+
+
+def test_pages_of_other_sizes_are_told() -> None:
+    a, b = analysis({10: 0.5}, 512), analysis({10: 0.5}, 16)
+    (line,) = warnings(a, b)
+    assert line.startswith("pages of A and B have 512 and 16 tokens, so their counts of pages are of different things")
+    (again,) = warnings(a, {"page_tokens": 16})  # as a simulation has it
+    assert again == line
+    assert list(warnings(a, {"x": 1})) == []

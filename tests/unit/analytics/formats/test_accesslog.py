@@ -19,7 +19,7 @@ from hicache.analytics.analysis.report import AnalyzeOptions, analyze
 from hicache.analytics.formats import accesslog
 from hicache.analytics.formats.accesslog import AccessLogReader
 from hicache.analytics.trace import Interner, Reading, TraceRequest
-from hicache.analytics.traces import open_trace
+from hicache.analytics.traces import Opening, open_trace
 from hicache.core.prompt import Prompt, SymbolsAreHashes
 from hicache.core.reasons import RequestCounts
 from hicache.errors import TraceError
@@ -130,6 +130,34 @@ def test_files_of_a_folder_are_one_log(tmp_path: Path) -> None:
     assert (found.requests, found.ideal_pages_hit, found.end - found.begin) == (2, 3, 100.0)
     assert found.recorded is not None
     assert (found.recorded.processes, found.recorded.requests_ended) == (2, 2)
+
+
+def test_what_is_gone_is_counted(tmp_path: Path) -> None:
+    """Files that somebody removed, blocks that are damaged, and none where only a part is read."""
+    path = written(tmp_path / "log", blocks=5, each=4)
+    data, blocks = path.read_bytes(), []
+    while data:
+        blocks.append(data[: member_length(data)])
+        data = data[len(blocks[-1]) :]
+
+    def gone(*files: bytes, limit: int | None = None, skip: bool = False) -> tuple[int, int]:
+        folder = tmp_path / f"{len(list(tmp_path.iterdir()))}"
+        folder.mkdir()
+        for number, file in enumerate(files):
+            (folder / f"access-{number}.jsonl.gz").write_bytes(file)
+        found = analyze(Opening(limit=limit, skip_bad=skip).open([folder]), AnalyzeOptions()).recorded
+        assert found is not None
+        assert found.requests_dropped == found.requests_left_out == 0
+        return found.requests_gone, found.requests_ended - found.requests
+
+    assert gone(b"".join(blocks)) == (0, 0)
+    assert gone(blocks[0], blocks[1] + blocks[2], b"".join(blocks[3:])) == (0, 0)
+    assert gone(blocks[3] + blocks[4]) == (12, 12)  # the oldest were removed
+    assert gone(blocks[0], blocks[4]) == (12, 12)
+    damaged = blocks[2][:-9] + bytes([blocks[2][-9] ^ 1]) + blocks[2][-8:]
+    assert gone(blocks[0], blocks[1] + damaged + blocks[3], blocks[4], skip=True) == (4, 4)
+    assert gone(b"".join(blocks[:3]), b"".join(blocks[3:]), limit=2)[0] == 0
+    assert gone(gzip.decompress(b"".join(blocks[1:]))) == (4, 4)
 
 
 @pytest.mark.parametrize("way", ["unpacked", "packed again", "piped", "unpacked and piped"])
