@@ -79,28 +79,29 @@ def same(writer: Any, reader: Any, pages: int = PAGES) -> bool:
 def test_engines_share_a_service_and_outlive_it(engine: Make, pools: SimpleNamespace, folder: Path) -> None:
     """Bit for bit between engines of any layout; without it they go on at once; a new one has it from its storage."""
     options = ("--storage", f"file://{folder}/store?capacity=64MiB", "--log-level", "error")
+    pool = {"pool_size": "1MiB"}  # else whoever comes back first to the next service has all of its memory
     with ServiceProcess(folder, *options) as service:
-        first = engine(pools.mha("page_first"), service.address, extra={"pool_size": "1MiB"})
+        first = engine(pools.mha("page_first"), service.address, extra=pool)
         assert first.exists(KEYS) == 0
         assert first.load(KEYS) == [False] * PAGES
         assert first.store(KEYS[:1]) == [True]
         assert first.store(KEYS[1:], KEYS[:1], at=4) == [True, True]
         assert first.store(KEYS) == [True] * PAGES  # what is there succeeds
-        second = engine(pools.mha("layer_first"), service.address)
+        second = engine(pools.mha("layer_first"), service.address, extra=pool)
         assert (second.exists(KEYS), second.exists(KEYS[2:], KEYS[:2]), second.exists([*KEYS[:2], "0" * 64])) == (
             3,
             1,
             2,
         )
         assert second.load(KEYS) == [True] * PAGES
-        other = engine(pools.mha("layer_first"), service.address)
+        other = engine(pools.mha("layer_first"), service.address, extra=pool)
         other.plugin.mem_pool_host.kv_buffer.zero_()
         assert other.load(KEYS[1:], KEYS[:1]) == [True, True]
         assert torch.equal(other.loaded(0), second.loaded(1))
         lost = chain(9, 3)
         assert first.store(lost[1:], lost[:1]) == [False, False]  # nothing could find them
         assert first.plugin.statistics().write_failures == {"prefix": 2}
-        stranger = engine(pools.mha("page_first"), service.address, tp_size=2, tp_rank=1)
+        stranger = engine(pools.mha("page_first"), service.address, extra=pool, tp_size=2, tp_rank=1)
         assert stranger.exists(KEYS) == 0
         until(lambda: len(list(folder.glob("store/**/*_*"))) >= PAGES, "the service's writes")
         service.kill()
