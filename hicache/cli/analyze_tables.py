@@ -86,11 +86,11 @@ def recorded_tables(recorded: Recorded) -> Iterator[Table]:
         ],
     )
     yield Table(
-        "how long requests took",
-        ("seconds", "mean", "least", *(f"p{share}" for share in _SHOWN), "most"),
+        "how long requests took; only those that loaded have an end of it",
+        ("seconds, and of how many requests", "mean", "least", *(f"p{share}" for share in _SHOWN), "most"),
         [
-            _numbers("to the end of their load", recorded.load_seconds, 4),
-            _numbers("to their end", recorded.request_seconds, 4),
+            _numbers(f"to the end of their load, {recorded.load_seconds.count:,}", recorded.load_seconds, 4),
+            _numbers(f"to their end, {recorded.request_seconds.count:,}", recorded.request_seconds, 4),
         ],
     )
 
@@ -115,7 +115,7 @@ def _numbers(name: str, found: Spread, decimals: int = 0) -> tuple[str, ...]:
 def _requests(analysis: Analysis) -> Table:
     length = analysis.end - analysis.begin
     rate = f", {analysis.requests / length:,.2f} a second" if length > 0 else ""
-    title = f"{analysis.requests:,} requests in {length:,.0f} s of {analysis.name}{rate}"
+    title = f"{analysis.requests:,} requests of {analysis.name} over {length:,.0f} s of trace time{rate}"
     if analysis.interrupted:
         title += ", interrupted"
     return Table(

@@ -135,6 +135,10 @@ def _besides(result: SimulationResult) -> Table:
     if result.pages_put:
         more.append(("pages put to storage", f"{result.pages_put:,}"))
         more.append(("of those never read", f"{result.pages_put_never_read:,}"))
+    for tier, pages in result.pages_evicted.items():
+        if pages:
+            more.append((f"pages evicted from {tier}", f"{pages:,}"))
+            more.append(("of those in no tier below", f"{result.pages_lost[tier]:,}"))
     return Table("besides", ("what", "count"), more)
 
 

@@ -42,6 +42,8 @@ _SETTINGS: Final = (
     ("admission", "K", 'write pages down from their K-th use on, or "policy": as the write policy says', "policy"),
     ("prefetch", "|".join(PREFETCH), "how long storage is waited for", "wait_complete"),
     ("decide", "yes|no", "bring pages up only where that takes less time than computing them", "no"),
+    ("read_bound", "SIZE", "bytes on their way from storage; beyond, pages are not read ahead", "1GiB"),
+    ("write_bound", "SIZE", "bytes on their way to storage; beyond, pages are not written", "256MiB"),
     ("instances", "N", "caches that share the requests", "1"),
     ("routing", "|".join(ROUTING), "which instance a request goes to", "round_robin"),
     ("speed", "FACTOR", "to the trace's own times: 2 is twice the load", "1"),
@@ -224,6 +226,8 @@ def _value(name: str, text: str) -> Any:
         return number(option, text, "a factor such as 2")
     if (name, text) in (("page_size", "trace"), ("admission", "policy")):
         return None
+    if name in ("read_bound", "write_bound"):
+        return _bytes(option, text)
     return whole(option, text)
 
 

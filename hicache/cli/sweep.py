@@ -85,7 +85,12 @@ def table(results: list[SimulationResult], points: int) -> tuple[Table, int]:
             (f"missed: {reason}", [_share(result, reason) for result in results], ".4f")
             for reason in ("evicted", "other_instance", "late", "over_budget", "failed")
         ),
-        ("first token, s", [result.first_token_seconds.mean for result in results], ".3f"),
+        # Where nothing takes time nobody waits, so that this would be the time of no cache that can be.
+        *(
+            [("first token, s", [result.first_token_seconds.mean for result in results], ".3f")]
+            if not any(result.settings.instant for result in results)
+            else []
+        ),
         ("GPU s saved", [result.gpu_seconds_saved for result in results], ",.0f"),
     ]
     told = [column for place, column in enumerate(columns) if not place or any(column[1])]

@@ -20,6 +20,7 @@ from hicache.analytics.report.sweep import point_name
 from hicache.analytics.report.trace_documents import AnalysisDocument, Recorded
 from hicache.analytics.report.words import count, duration, percent, share, visible
 from hicache.analytics.simulate.advice import choose, varied
+from hicache.analytics.simulate.losses import Cause, cause_of_losses
 
 __all__ = ["answers_of"]
 
@@ -35,6 +36,16 @@ _REMEDIES: Final = {
     "other_namespace": "one namespace",
     "over_budget": "more slots",
     "bypassed": "no bypass",
+}
+
+_CAUSES: Final = {
+    Cause.DEVICE: "more device memory",
+    Cause.HOST: "more host memory",
+    Cause.STORAGE: "a larger storage",
+    Cause.COPIES: "faster copies to host memory",
+    Cause.WRITE_QUEUE: "a longer queue to storage",
+    Cause.WRITE_RATE: "faster writes to storage",
+    Cause.ADMISSION: "writing down at first use",
 }
 
 
@@ -166,6 +177,9 @@ def _of_log(document: AnalysisDocument, log: Recorded) -> _Answers:
         share(log.pages_that_could_hit, asked),
         ("What a cache that forgets nothing would have hit of the pages asked.",),
     )
+    if not any(size for reason, size in missed.items() if reason not in NOT_A_GAP):
+        nothing = "It hit all that a cache can, so no other cache would hit more."
+        return hit, ideal, _gap(missed, asked, "pages asked"), _Told("nothing", (nothing,))
     return hit, ideal, _gap(missed, asked, "pages asked"), _help_of_trace(document)
 
 
@@ -196,7 +210,17 @@ def _help_of_simulation(document: SimulationDocument) -> _Told:
     saved = document.gpu_seconds_saved
     worth = f" ({document.money_saved:,.2f} in money)" if document.money_saved is not None else ""
     lines.append(f"As it is, hits save {saved:,.0f} GPU seconds of prefill{worth}.")
-    return _Told(_remedy(page_misses(document), document.pages_asked), tuple(lines))
+    return _Told(_short(document), tuple(lines))
+
+
+def _short(document: SimulationDocument) -> str:
+    """In short what would help, by why pages were lost where the document tells."""
+    missed = page_misses(document)
+    cause = cause_of_losses(document)
+    largest = max((pages for reason, pages in missed.items() if reason not in NOT_A_GAP), default=0)
+    if cause is None or missed.get("evicted", 0) < max(largest, WORTH_DOUBLING * document.pages_asked):
+        return _remedy(missed, document.pages_asked)
+    return _CAUSES[cause]
 
 
 def _of_sweep(document: SweepDocument) -> _Answers:

@@ -39,6 +39,8 @@ class Settings(msgspec.Struct, frozen=True):
     speed: Amount
     instant: bool
     costs: Costs
+    read_bound: Count = 2**30
+    write_bound: Count = 2**28
 
 
 class Traffic(msgspec.Struct, frozen=True):
@@ -92,6 +94,8 @@ class SimulationDocument(msgspec.Struct, frozen=True):
     instances: list[Instance]
     interrupted: bool
     problems: list[Text]
+    pages_lost: dict[Text, Count] = {}
+    simulated_seconds: Amount = 0.0
     advice: list[Text] = []
 
     def __post_init__(self) -> None:

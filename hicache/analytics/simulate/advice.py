@@ -8,11 +8,12 @@ from typing import Any, Final, Protocol, TypeVar
 from hicache.analytics.analysis.knee import WORTH_DOUBLING, knee
 from hicache.analytics.result import rate
 from hicache.analytics.simulate.flight import OTHER_INSTANCE
+from hicache.analytics.simulate.losses import BUSY, Cause, busy_writing, cause_of_losses, too_small
 from hicache.analytics.simulate.result import SimulationResult
 from hicache.analytics.simulate.settings import SimulationSettings
 from hicache.records import MissReason
 from hicache.runtime.executor import COPY_QUEUE_FULL
-from hicache.runtime.storage_io import QUEUE_FULL
+from hicache.runtime.storage_io import PREFETCH_REFUSED, QUEUE_FULL
 
 WORTH_SAYING: Final = 0.01
 """Share of the pages asked below which a reason of misses is not worth a sentence."""
@@ -64,24 +65,13 @@ def advice(result: SimulationResult) -> Iterator[str]:
         share = rate(pages, asked)
         if share >= WORTH_SAYING:
             yield f"{100 * share:.1f} % of the pages asked were missed as {reason}: {_remedy(reason, result)}."
-    if (shed := result.shed_by_reason.get(QUEUE_FULL, 0)) > result.pages_put:
-        yield (
-            f"{shed:,} pages were not put to storage, as it had not yet written those before: it takes less than what "
-            f"is computed; --admission 2 puts less, a larger --storage-write takes more."
-        )
-    if (shed := result.shed_by_reason.get(COPY_QUEUE_FULL, 0)) >= WORTH_SAYING * asked:
-        bound = result.settings.options().copies(result.page_bytes)
-        yield (
-            f"{shed:,} pages were not copied to host memory when they were computed, as the copies before them were "
-            f"under way (at most {bound.bytes // result.page_bytes:,} pages; `copy_bound` of hicache.open): a faster "
-            f"--device-link copies more, --admission 2 less."
-        )
+    yield from _turned_away(result)
     admits = result.settings.admission or 1
     if admits == 1 and result.pages_put and result.pages_put_never_read > MOSTLY * result.pages_put:
         share = rate(result.pages_put_never_read, result.pages_put)
         yield (
             f"{100 * share:.0f} % of the pages put to storage were never read: --admission 2 writes down only what was "
-            f"used again, which saves writes and costs the second use."
+            f"used again, which saves writes and costs hits, of the second use at least."
         )
     before, after = result.first_token_seconds_without.mean, result.first_token_seconds.mean
     if after > before:
@@ -91,15 +81,77 @@ def advice(result: SimulationResult) -> Iterator[str]:
         )
 
 
+def _turned_away(result: SimulationResult) -> Iterator[str]:
+    """Pages that queues did not take, where they are many; those of the device only where no tier lost more."""
+    settings, least = result.settings, WORTH_SAYING * result.pages_asked
+    if (shed := result.shed_by_reason.get(QUEUE_FULL, 0)) >= least or shed > result.pages_put:
+        pages = settings.options().write_bound.bytes // result.page_bytes
+        yield (
+            f"{shed:,} pages were turned away as the queue to storage was full (room for {pages:,} pages), "
+            f"and what is behind them in their prompts was not put to storage either: {_write_more(result)} takes more."
+        )
+    lost = result.pages_lost
+    shed = result.shed_by_reason.get(COPY_QUEUE_FULL, 0)
+    if shed >= least and lost["device"] >= max(lost.values()):
+        bound = settings.options().copies(result.page_bytes)
+        yield (
+            f"{shed:,} pages were not copied to host memory when they were computed, as the copies before them were "
+            f"under way (at most {bound.bytes // result.page_bytes:,} pages; `copy_bound` of hicache.open): a faster "
+            f"--device-link copies more."
+        )
+
+
+def _write_more(result: SimulationResult) -> str:
+    """What lets more pages through to storage, what holds most up first."""
+    bound, link = "a larger --write-bound (`write_bound` of hicache.open)", "a faster --storage-write"
+    return f"{link} or {bound}" if busy_writing(result) >= BUSY else f"{bound} or {link}"
+
+
+def _of_evicted(result: SimulationResult) -> str:
+    cause = cause_of_losses(result)
+    if cause is None:
+        return "the tiers that had them did not bring them up"
+    told = _cause_told(cause, result)
+    if below := too_small(result, cause):
+        told += f", with a larger --{below}, as that could not keep all of them"
+    return told
+
+
+def _cause_told(cause: Cause, result: SimulationResult) -> str:
+    if cause in (Cause.WRITE_QUEUE, Cause.WRITE_RATE):
+        # Whether storage is large enough is known only once it has been given all.
+        return f"they had left host memory before storage had them: {_write_more(result)} would keep more"
+    if cause is Cause.COPIES:
+        return (
+            "they had left device memory before host memory had them, as the copies before them were under way: a "
+            "faster --device-link would keep more"
+        )
+    if cause is Cause.ADMISSION:
+        used = result.settings.admission
+        after = f"their use number {used}" if used else "their second use"
+        return (
+            f"they had made room for others before {after}, from which on they are written down: "
+            "--admission 1 would keep more"
+        )
+    return f"they had made room for others: a larger --{cause} would keep them"
+
+
+def _of_failed(result: SimulationResult) -> str:
+    if result.shed_by_reason.get(PREFETCH_REFUSED, 0):
+        return (
+            "the queue from storage was full, or storage had lost them: a larger --read-bound (`read_bound` of "
+            "hicache.open) or a faster --storage-read takes more"
+        )
+    if result.pages_lost["storage"]:
+        return "storage had lost them when they were to be read: a larger --storage"
+    return "storage did not give them: a faster --storage-read"
+
+
 def _remedy(reason: str, result: SimulationResult) -> str:
-    settings = result.settings
     if reason == MissReason.COLD:
         return "as far as is remembered nobody had asked for them before, so no cache would have them"
     if reason == MissReason.EVICTED:
-        if settings.storage and result.shed_by_reason.get(QUEUE_FULL, 0) > result.pages_put:
-            return "they had made room for others before storage had written them"
-        tier = "storage" if settings.storage else "host" if settings.host else "device"
-        return f"they had made room for others: a larger --{tier} would keep them"
+        return _of_evicted(result)
     if reason == OTHER_INSTANCE:
         return "another instance held them: --routing prefix_aware or a storage that all share would find them"
     if reason == MissReason.LATE:
@@ -107,7 +159,7 @@ def _remedy(reason: str, result: SimulationResult) -> str:
     if reason == MissReason.OVER_BUDGET:
         return "there were no slots for them, or they did not pay: a larger --device, or a faster link"
     if reason == MissReason.FAILED:
-        return "storage turned them away or had lost them: a larger --storage, or a faster link to it"
+        return _of_failed(result)
     return "see the reasons' own description"
 
 

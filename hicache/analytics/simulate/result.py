@@ -19,6 +19,9 @@ DEFINITIONS: Final = {
     "misses_by_reason": "pages; the sum is pages_missed; other_instance: another instance held the page in device or "
     "host when the request came",
     "write_amplification": "bytes written into a tier / bytes of pages computed, which are those missed",
+    "pages_evicted": "pages that made room for others in each tier, which may have them again later",
+    "pages_lost": "of pages_evicted, those that no tier below had: the last copy, but for other instances'",
+    "simulated_seconds": "of the simulated clock, from the first request to the end of all",
     "pages_put_never_read": "of pages_put, those that no request read back up to the end",
     "first_token_seconds": "of each request, what it waited for pages and slots, and the prefill of the rest at "
     "prefill_rate; waiting for the engine itself is not counted",
@@ -61,6 +64,7 @@ class SimulationResult:
         settings: what was simulated.
         page_tokens, page_bytes: of a page.
         shed_by_reason: pages whose transfer was not even tried, as its queue was full.
+        pages_evicted, pages_lost: by tier; see `DEFINITIONS`.
         requests_refused: requests that had no slots; their pages beyond hits were not kept, and are missed as
             over_budget.
         money_saved: at the price given.
@@ -93,6 +97,9 @@ class SimulationResult:
     traffic: tuple[TierTraffic, ...]
     pages_put: int
     pages_put_never_read: int
+    pages_evicted: dict[str, int]
+    pages_lost: dict[str, int]
+    simulated_seconds: float
     first_token_seconds: Spread
     first_token_seconds_without: Spread
     gpu_seconds: float

@@ -27,7 +27,7 @@ from hicache.core.reasons import RequestCounts
 from hicache.core.residency import SLOT_BYTES
 from hicache.errors import HicacheInternalError
 from hicache.memory.limits import check_memory
-from hicache.records import MissReason
+from hicache.records import MissReason, Tier
 
 SHOW_EVERY: Final = 64
 MANY_PAGES: Final = 2**23
@@ -148,6 +148,8 @@ class Simulation:
             traffic=self._traffic(pages["pages_missed"]),
             pages_put=0 if store is None else store.written,
             pages_put_never_read=0 if store is None else store.unread(),
+            **self._told_of_evictions(),
+            simulated_seconds=self._time.now(),
             instances=tuple(self._instance(instance) for instance in self.instances),
             interrupted=seen < self._columns.requests,
             seconds=seconds,
@@ -197,6 +199,20 @@ class Simulation:
             "gpu_seconds": (asked - hit) / prefill,
             "gpu_seconds_saved": hit / prefill,
             "money_saved": None if price is None else hit / prefill / 3600 * price,
+        }
+
+    def _told_of_evictions(self) -> dict[str, Any]:
+        cores = [instance.core.registry for instance in self.instances]
+        device, host = (sum(core.evicted[tier] for core in cores) for tier in (Tier.DEVICE, Tier.HOST))
+        stored = 0 if self._store is None else self._store.evicted
+        dirty = [sum(core.dropped_dirty[tier] for core in cores) for tier in (Tier.DEVICE, Tier.HOST)]
+        return {
+            "pages_evicted": {"device": device, "host": host, "storage": stored},
+            "pages_lost": {
+                "device": dirty[0] if self._settings.host else device,
+                "host": host if self._store is None else dirty[1],
+                "storage": stored,
+            },
         }
 
     def _reasons(self) -> dict[str, int]:

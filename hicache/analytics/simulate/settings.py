@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from math import inf, isfinite
 from typing import Any, Final
 
@@ -33,6 +33,7 @@ STORAGE_WRITE: Final = 2.5e9
 """Bytes a second of one NVMe drive on PCIe 4.0 x4, whose bus has 7.9 GB/s. Assumptions: see `hicache bench storage`."""
 STORAGE_LATENCY: Final = 0.0005
 """Seconds until storage begins to answer: an assumption as well."""
+_USUAL: Final = Options()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +95,8 @@ class SimulationSettings:
         admission: pages are written down from so many uses on, over both edges, instead of what `write_policy` says.
         prefetch: how long storage is waited for, as `hicache.open` takes it.
         decide: whether pages are brought up only where that takes less time than computing them.
+        read_bound, write_bound: bytes that may be on their way from and to storage, of each instance, as
+            `hicache.open` takes them. Beyond them pages are turned away, and so is what is behind them in their prompt.
         instances: how many caches; they share the storage.
         routing: which instance a request goes to.
         speed: factor to the trace's own times.
@@ -113,6 +116,8 @@ class SimulationSettings:
     admission: int | None = None
     prefetch: str = "wait_complete"
     decide: bool = False
+    read_bound: int = _USUAL.read_bound.bytes
+    write_bound: int = _USUAL.write_bound.bytes
     instances: int = 1
     routing: str = "round_robin"
     speed: float = 1.0
@@ -130,6 +135,8 @@ class SimulationSettings:
             ("storage", 0, 2**40),
             ("page_size", 1, MAX_PAGE_SIZE),
             ("admission", 1, 2**31),
+            ("read_bound", 1, 2**60),
+            ("write_bound", 1, 2**60),
             ("instances", 1, MOST_INSTANCES),
         ):
             value = getattr(self, name)
@@ -158,6 +165,8 @@ class SimulationSettings:
             device_to_host=down,
             host_to_storage=out,
             prefetch=self.prefetch,
+            read_bound=replace(_USUAL.read_bound, bytes=self.read_bound),
+            write_bound=replace(_USUAL.write_bound, bytes=self.write_bound),
             prefill_tokens_per_second=self.costs.prefill_rate if self.decide else None,
             background=False,
         )

@@ -218,7 +218,7 @@ def test_slow_storage_sheds_and_says_so() -> None:
     costs = {"storage_write": 1e4, "token_bytes": 2**24, "device_link": 1e12}
     result = simulated(columns_of(*requests), device=200, host=200, storage=None, costs=costs)
     assert result.shed_by_reason["queue_full"] > 0
-    assert "were not put to storage" in "".join(advice(result))
+    assert "the queue to storage was full (room for" in "".join(advice(result))
 
 
 def test_prompts_whose_copies_are_not_made_are_told() -> None:
