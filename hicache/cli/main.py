@@ -1,7 +1,7 @@
 """Finds the subcommand, runs it, and turns every way it can end into an exit code.
 
 0    fine
-1    something wrong was found: a wrong page, a broken invariant
+1    something wrong was found: a wrong page, a broken invariant, a trace or a part of it without requests
 2    bad usage or input, or output that cannot be written; one line says what, where and what to do
 130  interrupted, by Ctrl-C or SIGTERM; what was reached is printed
 """
@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import errno
 import importlib
@@ -17,6 +18,7 @@ import re
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from types import FrameType
@@ -29,6 +31,7 @@ EXIT_WRONG = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 
+_ENDING = 2.0  # seconds in which a command that was told to end is not told again
 _UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG}
 _COMMANDS = {
     name: f"hicache.cli.{name}"
@@ -109,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _open_missing_streams()
     try:
         try:
-            with _terminated_like_interrupted():
+            with _terminated_like_interrupted(last=arguments is None):
                 code = _dispatch(arguments)
             sys.stdout.flush()
         except BrokenPipeError:
@@ -154,11 +157,20 @@ def _dispatch(arguments: Sequence[str] | None) -> int:
 
 
 @contextlib.contextmanager
-def _terminated_like_interrupted() -> Iterator[None]:
-    """SIGTERM, as a supervisor sends it, ends a command as Ctrl-C does, instead of without a word."""
+def _terminated_like_interrupted(*, last: bool) -> Iterator[None]:
+    """SIGTERM, as a supervisor sends it, ends a command as Ctrl-C does, instead of without a word.
+
+    `timeout` and shells send it twice, to the process and to its group: the second one must not break off the ending,
+    nor that of the process, where this is the last that it does.
+    """
+    first: float | None = None
 
     def interrupt(_number: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
+        nonlocal first
+        now = time.monotonic()
+        if first is None or now - first > _ENDING:  # who asks again later does not want to wait for it
+            first = now
+            raise KeyboardInterrupt
 
     if threading.current_thread() is not threading.main_thread():  # only there may a handler be set
         yield
@@ -167,7 +179,11 @@ def _terminated_like_interrupted() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        if last and first is not None and before is signal.SIG_DFL:
+            # By default the second one would kill what is still ending, and Python's handlers end before it does.
+            atexit.register(signal.signal, signal.SIGTERM, signal.SIG_IGN)
+        else:
+            signal.signal(signal.SIGTERM, before)
 
 
 def _open_missing_streams() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, TextIO
 
+from hicache.cli.values import undisturbed
 from hicache.errors import ConfigError, InvalidInput
 
 if TYPE_CHECKING:
@@ -67,8 +68,12 @@ def connected(options: argparse.Namespace) -> Iterator[AdminClient]:
             f"{address} is reached over TCP: give --ca for TLS, or --insecure if anyone on the way may read and "
             "change it"
         )
-    with AdminClient(address, secrets, timeout=seconds_of(options.timeout, "--timeout")) as client:
+    client = AdminClient(address, secrets, timeout=seconds_of(options.timeout, "--timeout"))
+    try:
         yield client
+    finally:
+        with undisturbed():
+            client.close()
 
 
 def secrets_of(options: argparse.Namespace) -> Secrets:

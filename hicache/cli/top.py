@@ -32,7 +32,8 @@ missed, hit rate or name. Where standard input or output is no terminal, tables 
 Shares name what they divide by: tokens asked, since the start and since the look before; pages asked for what other
 sizes would hit, an estimate with its error (see deploy/metrics.md). The ideal misses only what was never seen.
 
-JSON (a document a look, a line each unless --once): service, interval_seconds (null at the first look), tokens and
+JSON: a document a look, a line each, until it is ended, into a pipe too (as `hicache events` does it); --count N ends
+it, and --once prints one document. Fields: service, interval_seconds (null at the first look), tokens and
 tokens_in_interval (asked, device, host, storage, missed by reason), hit_rate_tokens and ideal_hit_rate_tokens (since
 the start; null before anything was asked), and pools (model, namespace, tenant, what_if, ideal_hit_rate_pages,
 prefixes), with the fields of hicache.core.whatif.WhatIfStatistics and hicache.runtime.popular.Prefix.
@@ -112,6 +113,10 @@ class Asker:
                 answer = Answer(self._ask())
             except HicacheError as error:
                 answer = Answer(None, str(error))
+            except Exception:
+                if self._stop.is_set():  # the connection was closed under it
+                    return
+                raise
             self.answers.put(answer)
             with self._telling:
                 if not self._stop.is_set():
@@ -119,11 +124,11 @@ class Asker:
             self._stop.wait(self._interval)
 
 
-def looker(options: argparse.Namespace) -> Callable[[], Look]:
+@contextlib.contextmanager
+def looking(options: argparse.Namespace) -> Iterator[Callable[[], Look]]:
     """What asks, over a new connection each time after trouble: the service may have been started anew."""
     from hicache.cli.top_view import Look
 
-    undo = contextlib.ExitStack()
     client: Any = None
 
     def look() -> Look:
@@ -137,7 +142,8 @@ def looker(options: argparse.Namespace) -> Callable[[], Look]:
             undo.close()
             raise
 
-    return look
+    with contextlib.ExitStack() as undo:
+        yield look
 
 
 # ---- without a terminal
@@ -146,22 +152,22 @@ def looker(options: argparse.Namespace) -> Callable[[], Look]:
 def _print(options: argparse.Namespace, interval: float, count: int | None) -> None:
     from hicache.cli.top_view import view_of
 
-    look, pause = looker(options), threading.Event()
-    before, shown = None, 0
-    while True:
-        try:
-            now = look()
-        except HicacheError as error:
-            if before is None:
-                raise
-            warn(f"{error}; trying again")
-        else:
-            view = view_of(now, before)
-            _say(options, view)
-            before = now
-            shown += 1
-        if shown == count or pause.wait(interval):
-            return
+    pause, before, shown = threading.Event(), None, 0
+    with looking(options) as look:
+        while True:
+            try:
+                now = look()
+            except HicacheError as error:
+                if before is None:
+                    raise
+                warn(f"{error}; trying again")
+            else:
+                view = view_of(now, before)
+                _say(options, view)
+                before = now
+                shown += 1
+            if shown == count or pause.wait(interval):
+                return
 
 
 def _say(options: argparse.Namespace, view: View) -> None:
@@ -185,23 +191,23 @@ def _say(options: argparse.Namespace, view: View) -> None:
 def _watch(options: argparse.Namespace, interval: float, count: int | None) -> None:
     from hicache.cli.top_screen import painter
 
-    look = looker(options)
-    first = look()  # a service that is not there is said in a line, before the screen is taken
-    reading, writing = os.pipe()
-    asking = Asker(look, interval, lambda: _wake(writing))
-    with _closing(reading, writing), asking as asker, _keys() as keys, painter(sys.stdout) as screen:
-        shown = Shown(options, first, interval)
-        while not shown.over(count):
-            size = screen.size()
-            screen.paint(shown.lines(*size))
-            while not shown.changed and screen.size() == size:
-                ready, _, _ = select.select([keys, reading], [], [], _KEYS_EVERY)
-                if reading in ready:
-                    os.read(reading, 4096)
-                if keys in ready:
-                    shown.type(os.read(keys, 64))
-                while not asker.answers.empty():
-                    shown.hear(asker.answers.get())
+    with looking(options) as look:
+        first = look()  # a service that is not there is said in a line, before the screen is taken
+        reading, writing = os.pipe()
+        asking = Asker(look, interval, lambda: _wake(writing))
+        with _closing(reading, writing), asking as asker, _keys() as keys, painter(sys.stdout) as screen:
+            shown = Shown(options, first, interval)
+            while not shown.over(count):
+                size = screen.size()
+                screen.paint(shown.lines(*size))
+                while not shown.changed and screen.size() == size:
+                    ready, _, _ = select.select([keys, reading], [], [], _KEYS_EVERY)
+                    if reading in ready:
+                        os.read(reading, 4096)
+                    if keys in ready:
+                        shown.type(os.read(keys, 64))
+                    while not asker.answers.empty():
+                        shown.hear(asker.answers.get())
 
 
 class Shown:

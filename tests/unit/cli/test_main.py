@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,6 +16,7 @@ import pytest
 
 from hicache.cli import main
 from hicache.cli.main import _COMMANDS
+from hicache.cli.values import undisturbed
 from hicache.errors import ConfigError, HicacheInternalError, StorageUnavailable
 
 
@@ -89,3 +93,61 @@ def test_version_and_help(command: Any, capsys: pytest.CaptureFixture[str]) -> N
             main(arguments)
         assert caught.value.code == 0
         assert text in capsys.readouterr().out
+
+
+def test_a_second_signal_does_not_break_off_the_ending(command: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """As `timeout` sends it: to the process, and to its group."""
+    ended = []
+
+    def run(_: argparse.Namespace) -> int:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            signal.raise_signal(signal.SIGTERM)
+            ended.append(True)
+        return 0
+
+    command.run = run
+    assert main(["try"]) == 130
+    assert (ended, capsys.readouterr().err) == ([True], "hicache: interrupted\n")
+
+
+def test_a_second_signal_does_not_kill_the_ending_process() -> None:
+    code = """if True:
+        import atexit, signal, sys
+        from hicache.cli import main, ping
+        ping.run = lambda _: signal.raise_signal(signal.SIGTERM)
+        atexit.register(signal.raise_signal, signal.SIGTERM)
+        sys.argv = ["hicache", "ping", "unix:///none"]
+        sys.exit(main())
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (130, "hicache: interrupted\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_what_is_being_closed_is_closed(
+    command: Any, capsys: pytest.CaptureFixture[str], number: signal.Signals
+) -> None:
+    closed = []
+
+    @contextlib.contextmanager
+    def opened() -> Iterator[None]:
+        try:
+            yield
+        finally:
+            with undisturbed():
+                signal.raise_signal(number)
+                closed.append(number)
+
+    def run(_: argparse.Namespace) -> int:
+        with opened():
+            return 0
+
+    command.run = run
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background ignores it
+    try:
+        assert main(["try"]) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert (closed, capsys.readouterr().err) == ([number], "hicache: interrupted\n")

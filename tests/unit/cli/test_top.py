@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import json
 import math
@@ -302,7 +303,7 @@ def test_printing_goes_on_after_trouble(monkeypatch: pytest.MonkeyPatch, capsys:
         found: Look = answer
         return found
 
-    monkeypatch.setattr(command, "looker", lambda _: look)
+    monkeypatch.setattr(command, "looking", lambda _: contextlib.nullcontext(look))
     assert command.run(options("--plain", "--count", "2", "--interval", "0.05")) == 0
     captured = capsys.readouterr()
     assert captured.err == "hicache: gone; trying again\n"
