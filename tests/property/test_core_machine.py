@@ -91,6 +91,7 @@ def test_long_random_histories_where_host_is_the_top_tier(part, config, seed):
 
 
 @pytest.mark.slow
+@settings(max_examples=80)
 @given(config=HOSTED, data=st.data())
 @pytest.mark.no_cover
 def test_random_histories_where_host_is_the_top_tier_that_shrink(config, data):
