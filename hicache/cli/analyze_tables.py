@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from hicache.analytics.analysis.knee import enough
 from hicache.cli.output import Table
 from hicache.units import format_size
 
@@ -163,8 +164,10 @@ def _curve(analysis: Analysis, token_bytes: int | None) -> Table:
     sampled = curve.method == "sampled"
     unit = analysis.input_tokens / max(analysis.pages_asked, 1)
     columns = ["pages", *(["memory"] if token_bytes else []), "of pages", "of tokens", "of the ideal"]
-    rows = []
-    for point in curve.points:
+    most = enough([point.hit_rate_pages for point in curve.points], analysis.ideal_hit_rate_pages)
+    rows: list[list[str]] = []
+    above: tuple[str, ...] = ()
+    for place, point in enumerate(curve.points):
         of_ideal = point.hit_rate_pages / (analysis.ideal_hit_rate_pages or 1.0)
         row = [f"{point.pages:,}"]
         if token_bytes:
@@ -172,10 +175,18 @@ def _curve(analysis: Analysis, token_bytes: int | None) -> Table:
         row += [f"{point.hit_rate_pages:.4f}", f"{point.hit_rate_tokens:.4f}", percent(of_ideal)]
         if sampled:
             row.append(f"± {point.error_bound:.4f}")
-        row.append("knee" if point.pages == analysis.knee_pages else "")
-        rows.append(row)
+        marks = ["knee"] if point.pages == analysis.knee_pages else []
+        row.append(", ".join([*marks, *(["enough"] if place == most else [])]))
+        told = tuple(row[2 if token_bytes else 1 : -1])
+        if told != above or row[-1]:
+            rows.append(row)
+        above = told
     how = f", estimated from {100 * curve.sample_rate:.3g} % of the pages" if sampled else ""
     title = f"hit rate of one LRU pool of a size{how}"
+    if most is not None:
+        title += f"; of these, {curve.points[most].pages:,} pages are enough for the ideal"
+    if len(rows) < len(curve.points):
+        title += "; sizes that hit as much as the one above are left out"
     return Table(title, [*columns, *(["of pages, error"] if sampled else []), ""], rows, texts=0)
 
 

@@ -9,6 +9,19 @@ from typing import Final
 WORTH_DOUBLING: Final = 0.01
 """Hit rate that twice the memory must add at least to be called worth it."""
 
+NEAR_IDEAL: Final = 0.001
+"""Hit rate below the ideal within which a size is said to reach it: a tenth of a point."""
+
+
+def enough(gains: Sequence[float], ideal: float) -> int | None:
+    """Index of the smallest size that reaches the ideal; None where none does.
+
+    Args:
+        gains: hit rates at sizes, which ascend.
+        ideal: hit rate without a limit.
+    """
+    return next((place for place, gain in enumerate(gains) if ideal - gain <= NEAR_IDEAL), None)
+
 
 def knee(sizes: Sequence[float], gains: Sequence[float]) -> int | None:
     """Index of the largest size whose last doubling still added `WORTH_DOUBLING`; None where none did.

@@ -23,7 +23,7 @@ from hicache.analytics.analysis.ideal import (
     spans,
     time_range,
 )
-from hicache.analytics.analysis.knee import knee
+from hicache.analytics.analysis.knee import enough, knee
 from hicache.analytics.analysis.prefixes import TreeSummary, summarise
 from hicache.analytics.analysis.recorded import DEFINITIONS as RECORDED_DEFINITIONS
 from hicache.analytics.analysis.recorded import Recorded, Tally
@@ -232,7 +232,7 @@ def _analysis(columns: Columns, options: AnalyzeOptions, **more: Any) -> Analysi
         reuse_seconds=spread(seconds),
         reuse_distance_pages=spread(curve.distances, curve.weights),
         curve=curve,
-        knee_pages=_knee(curve),
+        knee_pages=_knee(curve, rate(int(hit.sum()), columns.references)),
         keeping=keeping(columns, seconds),
         working_set=spans(columns, hit, options.spans),
         page_sizes=page_sizes(columns, covered, options.page_sizes),
@@ -252,9 +252,13 @@ def _curve(columns: Columns, uses: Uses, options: AnalyzeOptions) -> Curve:
     return sampled_curve(columns, uses, sizes, share=share)
 
 
-def _knee(curve: Curve) -> int | None:
-    found = knee([point.pages for point in curve.points], [point.hit_rate_pages for point in curve.points])
-    return None if found is None else curve.points[found].pages
+def _knee(curve: Curve, ideal: float) -> int | None:
+    """The knee, but no more than reaches the ideal: the doubling that the knee ends may go beyond that."""
+    rates = [point.hit_rate_pages for point in curve.points]
+    found, most = knee([point.pages for point in curve.points], rates), enough(rates, ideal)
+    if found is None:
+        return None
+    return curve.points[found if most is None else min(found, most)].pages
 
 
 def _busiest(columns: Columns, seconds: float) -> int:

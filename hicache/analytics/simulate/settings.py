@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
-from math import inf, isfinite
+from math import inf
 from typing import Any, Final
 
 from hicache.core.config import PROTECTED_SHARE, EdgePolicy
@@ -33,6 +33,12 @@ STORAGE_WRITE: Final = 2.5e9
 """Bytes a second of one NVMe drive on PCIe 4.0 x4, whose bus has 7.9 GB/s. Assumptions: see `hicache bench storage`."""
 STORAGE_LATENCY: Final = 0.0005
 """Seconds until storage begins to answer: an assumption as well."""
+SLOWEST_PREFILL: Final = 0.001
+FASTEST_PREFILL: Final = 1e15
+LONGEST_LATENCY: Final = 3600.0
+DEAREST_HOUR: Final = 1e9
+FASTEST: Final = 1e6
+"""Of the trace's own speed; and 1 / that. With the others, so that no result has hundreds of digits."""
 _USUAL: Final = Options()
 
 
@@ -71,13 +77,14 @@ class Costs:
         )
 
     def __post_init__(self) -> None:
-        for name in ("token_bytes", "prefill_rate", "device_link", "storage_read", "storage_write"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name):g}: must be above 0")
-        for name in ("storage_latency", "gpu_hour_price"):
+        for name in ("token_bytes", "device_link", "storage_read", "storage_write"):
+            if not getattr(self, name) >= 1:
+                raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name):g}: must be 1 or more")
+        _within("--prefill-rate", self.prefill_rate, SLOWEST_PREFILL, FASTEST_PREFILL)
+        for name, most in (("storage_latency", LONGEST_LATENCY), ("gpu_hour_price", DEAREST_HOUR)):
             value = getattr(self, name)
-            if value is not None and not (value >= 0 and isfinite(value)):
-                raise ConfigError(f"--{name.replace('_', '-')} {value}: must be 0 or more")
+            if value is not None:
+                _within(f"--{name.replace('_', '-')}", value, 0, most)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,8 +153,7 @@ class SimulationSettings:
             raise ConfigError(f"--protected-share {self.protected_share:g}: must be 0 to 1")
         if self.storage != 0 and not self.host:
             raise ConfigError("--storage needs a host tier, through which its pages go: give --host above 0")
-        if not (self.speed > 0 and isfinite(self.speed)):
-            raise ConfigError(f"--speed {self.speed}: must be above 0")
+        _within("--speed", self.speed, 1 / FASTEST, FASTEST)
 
     @property
     def effective_costs(self) -> Costs:
@@ -175,6 +181,11 @@ class SimulationSettings:
         """Ready for JSON."""
         plain = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name != "costs"}
         return plain | {"costs": {entry.name: getattr(self.costs, entry.name) for entry in fields(self.costs)}}
+
+
+def _within(option: str, value: float, least: float, most: float) -> None:
+    if not least <= value <= most:
+        raise ConfigError(f"{option} {value:g}: must be {least:g} to {most:g}")
 
 
 def _choice(option: str, value: str, known: tuple[str, ...]) -> None:

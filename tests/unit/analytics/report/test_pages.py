@@ -173,3 +173,19 @@ def test_numbers_of_one_trace_are_told_in_words(
     whole["pages_host"] += whole["misses_by_reason"].pop("evicted")
     whole["pages_missed"] = sum(whole["misses_by_reason"].values())
     assert build([Source("it", {"simulate": whole})]).answers[2].figures == ("none",)
+
+
+def test_what_would_help_is_what_lost_the_pages(sources: dict[str, Source]) -> None:
+    """Not more memory where storage is not full; documents that do not tell of it are answered as before."""
+    plain = json.loads(json.dumps(sources["simulate"].documents["simulate"]))
+    plain["settings"] |= {"host": 300, "storage": None, "admission": None}
+    missed = plain["misses_by_reason"]
+    plain["misses_by_reason"] = dict.fromkeys(missed, 0) | {"evicted": sum(missed.values())}
+
+    def helps(**lost: int) -> str:
+        return build([Source("it", {"simulate": plain | {"pages_lost": lost}})]).answers[3].figures[0]
+
+    assert helps(device=1, host=9, storage=0) == "a longer queue to storage"
+    assert helps(device=1, host=0, storage=9) == "a larger storage"
+    assert helps(device=9, host=0, storage=0) == "more device memory"
+    assert helps() == helps(elsewhere=5) == "more memory"
