@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from hicache.cli.fitting import print_fitted
 from hicache.cli.output import print_json, progress, warn
+from hicache.cli.plots import add_plot_argument, analysis_plots, check_plot, print_plots
 from hicache.cli.trace_options import add_trace_arguments, add_trace_paths, opening
 from hicache.cli.values import number, stop_on_interrupt, whole, whole_list
 from hicache.errors import ConfigError
@@ -36,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add_trace_paths(parser)
     add_trace_arguments(parser)
+    add_plot_argument(parser)
     parser.add_argument(
         "--each", action="store_true", help="tell of each file too, and of all of them as one population"
     )
@@ -76,6 +78,7 @@ def run(options: argparse.Namespace) -> int:
     from hicache.cli.analyze_tables import each_table, tables
     from hicache.cli.main import EXIT_FINE, EXIT_INTERRUPTED, EXIT_WRONG
 
+    check_plot(options)
     wanted, way = read_options(options), opening(options)
     token_bytes = read_token_bytes(options.token_bytes)
     files = expand(options.trace)
@@ -100,6 +103,8 @@ def run(options: argparse.Namespace) -> int:
             print_fitted(table)
         if each:
             print_fitted(each_table(found))
+        if options.plot and together.requests:
+            print_plots(analysis_plots(together))
     _warn(together, traces[0])
     if found[-1].interrupted:
         return EXIT_INTERRUPTED

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from hicache.cli.fitting import print_fitted
 from hicache.cli.output import Table, print_json, progress, say, warn
+from hicache.cli.plots import add_plot_argument, check_plot, print_plots, result_bars
 from hicache.cli.simulation import add_simulation_arguments, choices_of, costs_of, given_settings, read_trace
 from hicache.cli.values import stop_on_interrupt
 from hicache.units import format_size
@@ -32,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add_simulation_arguments(parser, several=False)
+    add_plot_argument(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -41,6 +43,7 @@ def run(options: argparse.Namespace) -> int:
     from hicache.analytics.simulate.settings import SimulationSettings
     from hicache.cli.main import EXIT_FINE, EXIT_INTERRUPTED, EXIT_WRONG
 
+    check_plot(options)
     given = given_settings(options)
     costs = costs_of(given)
     columns = read_trace(options)
@@ -54,6 +57,8 @@ def run(options: argparse.Namespace) -> int:
     else:
         for table in tables(result):
             print_fitted(table)
+        if options.plot:
+            print_plots(result_bars([result], ["all"]))
         for line in told:
             say(line)
     for problem in result.problems:

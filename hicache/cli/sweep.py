@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from hicache.cli.fitting import print_fitted
 from hicache.cli.output import Table, print_json, progress, say, warn
+from hicache.cli.plots import add_plot_argument, check_plot, print_plots, result_bars
 from hicache.cli.simulation import add_simulation_arguments, choices_of, costs_of, given_settings, read_trace
 from hicache.cli.values import stop_on_interrupt, whole
 from hicache.errors import ConfigError
@@ -32,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add_simulation_arguments(parser, several=True)
+    add_plot_argument(parser)
     parser.add_argument("--jobs", metavar="N", help="processes (default: one a core)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="keep results there, and take those that are there")
 
@@ -43,6 +45,7 @@ def run(options: argparse.Namespace) -> int:
     from hicache.analytics.simulate.sweep import grid, sweep
     from hicache.cli.main import EXIT_FINE, EXIT_INTERRUPTED, EXIT_WRONG
 
+    check_plot(options)
     jobs = read_jobs(options.jobs)
     given = given_settings(options)
     costs = costs_of(given)
@@ -59,6 +62,9 @@ def run(options: argparse.Namespace) -> int:
     else:
         shown, keys = table(results, len(points))
         print_fitted(shown, keys=keys)
+        if options.plot:
+            names = [" ".join(row[:keys]) or "all" for row in shown.rows]
+            print_plots(result_bars(results, names, what=", ".join(shown.columns[:keys])))
         for line in told:
             say(line)
     problems = [problem for result in results for problem in result.problems]
