@@ -111,7 +111,7 @@ def _bars(plot: Bars, width: int) -> str:
     room = max(_NARROWEST // 2, width - most - 2)
     lines = []
     for at, name in enumerate(plot.names):
-        ends = [0]
+        ends = [0.0]
         for _, lengths in parts:
             ends.append(ends[-1] + lengths[at])
         cells = [min(room, round(end * room / 100)) for end in ends]
