@@ -31,7 +31,7 @@ class Health:
             self._messages = import_module("grpc_health.v1.health_pb2")
             self._stubs = import_module("grpc_health.v1.health_pb2_grpc")
         except Exception as error:
-            _log.info("no health service: %s", error)
+            _log.info("no health service: %s", str(error))
             return
         self._servicer = self._module.aio.HealthServicer()
         self._setting: set[asyncio.Task[None]] = set()
@@ -61,6 +61,7 @@ def add_reflection(server: aio.Server, services: Sequence[str]) -> None:
     try:
         reflection = import_module("grpc_reflection.v1alpha.reflection")
     except Exception as error:
-        _log.info("no reflection: %s", error)
+        # As text: a record that is kept would keep the error, its frames, and with them the server.
+        _log.info("no reflection: %s", str(error))
         return
     reflection.enable_server_reflection((*services, reflection.SERVICE_NAME), server)
