@@ -131,12 +131,7 @@ class TensorDevicePool(DevicePool):
 
     def check_geometry(self, geometry: KVGeometry, page_size: int) -> None:
         """See that slots hold pages of this geometry."""
-        wanted = PageLayout.of(geometry, page_size)
-        if wanted != self.page:
-            raise GeometryError(
-                f"the device pool holds {self.page.describe()} ({self.page.dtype}), the namespace has "
-                f"{wanted.describe()} ({wanted.dtype}): open it with the pool's geometry and page size"
-            )
+        self.page.check_holds(geometry, page_size)
 
     def gather(self, slots: Slots, host: HostPool, host_slots: Slots) -> None:
         """Copy pages to canonical form in host slots."""

@@ -124,6 +124,20 @@ class PageLayout:
         """Shape of a canonical page as bytes: (head_group, layer, plane, token, head in group, row byte)."""
         return (self.head_groups, self.layers, self.planes, self.tokens, self.head_group, self.row_bytes)
 
+    def check_holds(self, geometry: KVGeometry, page_size: int) -> None:
+        """See that a device pool whose slots are pages of this layout fits a namespace.
+
+        Raises:
+            GeometryError: the namespace's pages are others.
+            InvalidInput: a page size that is none.
+        """
+        wanted = PageLayout.of(geometry, page_size)
+        if wanted != self:
+            raise GeometryError(
+                f"the device pool holds {self.describe()} ({self.dtype}), the namespace has "
+                f"{wanted.describe()} ({wanted.dtype}): open it with the pool's geometry and page size"
+            )
+
     def describe(self) -> str:
         """One line for error messages."""
         if self.kind == "opaque":
