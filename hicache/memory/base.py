@@ -172,6 +172,8 @@ class CopyStatistics:
         in_flight: copies that were asked for and have not ended, waiting ones included.
         waiting: copies and callbacks whose writer's event has not passed.
         callback_errors: exceptions that callbacks raised; the copies went on.
+        stranded_pages: pages of copies that are stranded (see `Copy`); they are among those that failed.
+        lost: why no page is copied any more, in words; empty where all is well.
     """
 
     pages_device_to_host: int = 0
@@ -182,32 +184,42 @@ class CopyStatistics:
     in_flight: int = 0
     waiting: int = 0
     callback_errors: int = 0
+    stranded_pages: int = 0
+    lost: str = ""
 
 
 class Copy:
     """One asynchronous copy of pages. Any thread may look or wait; only its engine moves it on.
 
+    It is *stranded* when its device has failed under it, and nobody can tell whether its bytes still move. Then its
+    pages have failed, but `done` is never called: its slots, and the memory behind them, stay its own.
+
     Attributes:
         pages: number of pages.
         layers_done: leading layers that are complete in every page. A copy that failed in part stays where it was.
-        results: one per page, in the order asked, once the copy has ended; None before.
+        results: one per page, in the order asked, once the copy has ended or is stranded; None before.
+        stranded: whether it is.
     """
 
-    __slots__ = ("_changed", "layers_done", "pages", "results")
+    __slots__ = ("_changed", "layers_done", "pages", "results", "stranded")
 
     def __init__(self, pages: int, changed: threading.Condition) -> None:
         self._changed = changed
         self.pages = pages
         self.layers_done = 0
         self.results: tuple[PageResult, ...] | None = None
+        self.stranded = False
 
     @property
     def finished(self) -> bool:
-        """Whether it has ended and `done` has returned."""
+        """Whether it has ended and `done` has returned, or it is stranded."""
         return self.results is not None
 
     def wait(self, timeout: float | None) -> bool:
-        """Block until the copy has ended and `done` has returned, at most `timeout` seconds; whether it has."""
+        """Block until the copy has ended and `done` has returned, at most `timeout` seconds; whether it has.
+
+        A stranded copy is not waited for.
+        """
         with self._changed:
             return self._changed.wait_for(lambda: self.results is not None, timeout)
 
@@ -229,14 +241,20 @@ class Copy:
             self.results = tuple(results)
             self._changed.notify_all()
 
+    def strand(self, results: Sequence[PageResult]) -> None:
+        """For engines: nobody can tell how it ends."""
+        with self._changed:
+            self.stranded = True
+            self.finish(results)
+
 
 class CopyEngine(ABC):
     """Moves pages between one device pool and one host pool, without making the caller wait.
 
     Callbacks come from the engine's threads, never under a lock of the engine, `done` exactly once per copy with one
-    result per page. What they raise is counted and does no harm. They must not wait for copies of this engine. Copies
-    of one direction begin in the order asked, except that one whose event has not passed lets others go first. All
-    methods may be called from any thread.
+    result per page, or never for one that is stranded. What they raise is counted and does no harm. They must not wait
+    for copies of this engine. Copies of one direction begin in the order asked, except that one whose event has not
+    passed lets others go first. All methods may be called from any thread.
 
     Attributes:
         inline: True where copies end inside the call: `done` is called in the caller's thread before it returns.
@@ -244,6 +262,17 @@ class CopyEngine(ABC):
     """
 
     inline: bool = False
+
+    @property
+    def lost(self) -> str:
+        """Why no page is copied any more, in words: the device has failed for good. Empty where all is well.
+
+        Copies that are asked for then fail at once.
+        """
+        return ""
+
+    def when_stranded(self, told: Callable[[], None]) -> None:  # noqa: B027  in main memory nothing is ever stranded
+        """Call back, from any thread, whenever copies were stranded."""
 
     @abstractmethod
     def device_to_host(self, device_slots: Slots, host_slots: Slots, *, ready: WriterEvent | None, done: Done) -> Copy:
