@@ -10,44 +10,42 @@ What waits for what, and where:
     slots' reuse    `done`, which comes behind the copy's last event, so whoever gets a slot then needs no event
     close           all events; host memory is unpinned behind them
 
-Nothing ever waits for the whole device.
+Nothing ever waits for the whole device. Of a device that has failed no event passes, and nobody can tell whether its
+copies still move bytes: those under way are stranded. Their pages have failed, but `done` is never called, so that
+nobody else gets their slots, and the host's memory stays where it is, pinned, until the process ends.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import threading
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
-from hicache.clock import MonotonicClock
-from hicache.cuda.choice import Choice, ChosenExecutors, choose
-from hicache.cuda.driver import CudaDriver, CudaError, Event, Priority
+from hicache.cuda.choice import Choice, ChosenExecutors
+from hicache.cuda.driver import CudaError, Event, Priority
+from hicache.cuda.endings import Endings
 from hicache.cuda.events import CudaEvent, event_behind
-from hicache.cuda.executors import open_executors
-from hicache.cuda.lanes import CudaCopy, Job, Lane, Step
-from hicache.cuda.options import CudaOptions
-from hicache.cuda.pinned import HostPins, PinnedHostPool, PinnedStatistics, host_parts
+from hicache.cuda.hostside import HostSide, chosen
+from hicache.cuda.kept import KEPT, keep
+from hicache.cuda.lanes import CudaCopy, Job, Lane
+from hicache.cuda.pinned import PinnedStatistics
 from hicache.cuda.pool import CudaDevicePool
+from hicache.cuda.putting import Putting
 from hicache.cuda.runs import HostPart
 from hicache.errors import CacheClosed, ConfigError, HicacheInternalError
 from hicache.memory.base import CopyEngine, CopyStatistics, Done, HostPool, Slots
 from hicache.memory.watcher import EventWatcher
 from hicache.memory.writer import READY, WriterEvent
 from hicache.records import PageResult
+from hicache.units import format_size
 
 __all__ = ["CudaCopyEngine", "CudaCopyStatistics", "chosen"]
 
 _LOG = logging.getLogger(__name__)
-_STEP_BYTES: Final = 1 << 20
-"""Smallest step of a copy up. Thinner layers go together: each step costs an event and a wake-up of its thread."""
-_BATCH_BYTES: Final = 64 << 20
-"""Of one step down, so that host slots come free while the rest is under way."""
 _JOIN_SECONDS: Final = 1.0
 
 
@@ -68,12 +66,6 @@ class CudaCopyStatistics(CopyStatistics):
     choice: Choice | None = None
     tables: dict[str, int] = field(default_factory=dict)
     error: str = ""
-
-
-def chosen(driver: CudaDriver, options: CudaOptions, *, pinned: bool) -> ChosenExecutors:
-    """Ways of copying for a device: made, proven, measured and chosen now."""
-    executors = open_executors(driver, driver.facts(), pinned=pinned, blocks=options.blocks)
-    return choose(driver, executors, MonotonicClock(), asked=options.method)
 
 
 class CudaCopyEngine(CopyEngine):
@@ -109,61 +101,31 @@ class CudaCopyEngine(CopyEngine):
             )
         self._device = device
         self._driver = device.driver
-        self._host = host  # keeps its memory mapped
-        self._parts = host_parts(host) if host is not None else parts
-        self._changed = threading.Condition()  # guards all below; also what copies wait on
+        self._name = name
+        self._process = os.getpid()
+        self._ends = Endings(device.device, layers=device.layers, release=self._release)
+        self._changed = self._ends.changed  # guards all below, too
         self._parked: dict[Job, None] = {}  # their event is none of CUDA's, and has not passed
-        self._in_flight = 0
-        self._pages = {True: 0, False: 0}  # by `down`
-        self._failed = 0
-        self._callback_errors = 0
-        self._tables: Counter[str] = Counter()
-        self._error = ""
-        self._unit = device.page_bytes  # bytes of what a device slot holds: a page, or a part of one
         self._closing = False
         self._dropped: int | None = None
-        self._watcher = EventWatcher(f"{name}-events")
-        self._name = name
-        self._pins: HostPins | None = None
-        self._own_pins = False
-        self._executors: ChosenExecutors | None = None
-        self._own_executors = False
-        self._choice: Choice | None = None
         self._lanes: dict[str, Lane] = {}
-        self._busy = 0  # copies whose bytes may still move
-        self._process = os.getpid()
-        if self._parts:
-            self._prepare(executors)
+        self._watcher = EventWatcher(f"{name}-events")
+        self._unit = device.page_bytes  # bytes of what a device slot holds: a page, or a part of one
+        self._side: HostSide | None = None
+        if host is not None or parts:
+            self._side = HostSide(device, host, parts=parts, executors=executors)
+            self._unit = device.page_bytes // self._side.runs.parts
+            self._putting = Putting(self._side, self._ends, layers=device.layers, unit=self._unit)
+            self._open_lanes(self._side)
 
-    def _prepare(self, given: ChosenExecutors | None) -> None:
-        device, driver = self._device, self._driver
-        self._runs = device.runs(self._parts)
-        self._unit = device.page_bytes // self._runs.parts
-        self._pin()
+    def _open_lanes(self, side: HostSide) -> None:
         try:
-            pinned = self._pinned().pinned
-            self._own_executors = given is None or not pinned
-            self._executors = given if given is not None and pinned else chosen(driver, device.options, pinned=pinned)
-            self._choice = self._executors.choice
             self._lane("up", "high")
             self._lane("down", "low")
         except BaseException:
             for lane in self._lanes.values():
                 lane.stop()
-            self._release()
-            raise
-
-    def _pin(self) -> None:
-        if isinstance(self._host, PinnedHostPool):
-            self._pins = self._host.pins
-            return
-        self._own_pins = True
-        self._pins = HostPins(self._driver, self._device.options.pinned)
-        try:
-            for part in self._parts:
-                self._pins.pin(part.address, part.slots * part.stride, f"host memory of {part.slots} pages")
-        except BaseException:
-            self._pins.close()
+            side.release()
             raise
 
     def _lane(self, name: str, priority: Priority) -> Lane:
@@ -172,11 +134,15 @@ class CudaCopyEngine(CopyEngine):
             name=f"{self._name}-{name}",
             priority=priority,
             bound=self._device.options.in_flight_bytes,
-            put=self._put,
-            passed=self._passed,
+            put=self._putting.put,
+            passed=self._ends.passed,
         )
+        try:
+            self._device.used_by(lane.stream)
+        except BaseException:
+            lane.stop()
+            raise
         self._lanes[name] = lane
-        self._device.used_by(lane.stream)
         return lane
 
     # ---- asked for
@@ -189,12 +155,15 @@ class CudaCopyEngine(CopyEngine):
         ready: WriterEvent | None,
         done: Done,
         parts: Slots | None = None,
+        layers: tuple[int, int] | None = None,
     ) -> CudaCopy:
         """Copy pages down, after the event of their writer has passed.
 
-        `parts` is for pools whose slots are parts of a page: which one each is. Results are then one a part.
+        `parts` is for pools whose slots are parts of a page: which one each is. Results are then one a part. `layers`
+        is a range [first, end) of each page, the others of which are copied by other calls.
         """
         job = self._job(device_slots, host_slots, down=True, done=done, parts=parts)
+        job.only = layers
         event = None if ready is None or ready is READY else event_behind(self._driver, ready)
         if event is not None:
             job.behind = self._asked(job, lambda: [] if self._driver.query(event) else [event])
@@ -216,18 +185,18 @@ class CudaCopyEngine(CopyEngine):
         *,
         done: Done,
         layer_done: Callable[[int], None] | None = None,
-        behind: CudaEvent | None = None,
+        behind: Sequence[CudaEvent] | None = None,
         parts: Slots | None = None,
     ) -> CudaCopy:
         """Copy pages up, layer after layer; thin layers a few at a time, but reported one by one.
 
-        `behind` is an event behind which nobody uses the slots any more, where the caller has one. `parts` as in
+        `behind` are events behind which nobody uses the slots any more, where the caller has them. `parts` as in
         `device_to_host`.
         """
         job = self._job(device_slots, host_slots, down=False, done=done, parts=parts)
         job.layer_done = layer_done
         if behind is not None:
-            job.behind = [behind.event]
+            job.behind = [event.event for event in behind]
         else:
             job.behind = self._asked(job, lambda: self._device.ends_of_use(job.device_slots))
         self._accept(job, "up")
@@ -240,48 +209,72 @@ class CudaCopyEngine(CopyEngine):
     def statistics(self) -> CudaCopyStatistics:
         """A snapshot."""
         waiting, errors = self._watcher.waiting, self._watcher.errors
-        size = self._unit
+        ends, side, size = self._ends, self._side, self._unit
         with self._changed:
-            down, up = self._pages[True], self._pages[False]
+            down, up = ends.moved[True], ends.moved[False]
             return CudaCopyStatistics(
                 pages_device_to_host=down,
                 bytes_device_to_host=down * size,
                 pages_host_to_device=up,
                 bytes_host_to_device=up * size,
-                failed_pages=self._failed,
-                in_flight=self._in_flight,
+                failed_pages=ends.failed,
+                in_flight=ends.in_flight,
                 waiting=waiting,
-                callback_errors=self._callback_errors + errors,
+                callback_errors=ends.callback_errors + errors,
+                stranded_pages=sum(job.copy.pages for job in ends.stranded),
+                lost=ends.lost,
                 device=self._driver.device,
-                pinned=self._pinned(),
-                choice=self._choice,
-                tables=dict(self._tables),
-                error=self._error,
+                pinned=PinnedStatistics() if side is None else side.pinned(),
+                choice=None if side is None else side.choice,
+                tables={} if side is None else side.tables(),
+                error=ends.error,
             )
 
+    @property
+    def lost(self) -> str:
+        """Why no page is copied any more; see `CopyEngine`."""
+        return self._ends.lost
+
+    def when_stranded(self, told: Callable[[], None]) -> None:
+        """Call back whenever a copy was stranded; see `CopyEngine`."""
+        self._ends.when_stranded = told
+
+    @property
+    def over(self) -> bool:
+        """Whether no bytes of any copy may move any more."""
+        with self._changed:
+            return not self._ends.busy
+
     def close(self, timeout: float) -> int:
-        """Drain, drop what is left, stop. Not to be called from a callback of this engine."""
+        """Drain, drop what is left, stop. Not to be called from a callback of this engine.
+
+        In a forked child it does nothing: threads, streams and pinned memory are the parent's.
+        """
+        if os.getpid() != self._process:
+            return 0
         jobs: list[Job] = []
         with self._changed:
             self._closing = True
-            self._changed.wait_for(lambda: self._in_flight == 0, max(0.0, timeout))
+            self._changed.wait_for(lambda: self._ends.in_flight == 0, max(0.0, timeout))
             lanes = list(self._lanes.values())
             if self._dropped is None:
                 jobs = [*self._parked, *(job for lane in lanes for job in lane.drop())]
-                begun = {job for lane in lanes for job in lane.begun()}
+                begun = {job for lane in lanes for job in lane.begun()} | set(self._ends.stranded)
                 self._dropped = sum(job.copy.pages for job in (*jobs, *begun))
                 self._parked.clear()
+                self._ends.closed = True
             dropped = self._dropped
         for passed in self._watcher.close(_JOIN_SECONDS):
-            self._call(passed, False)
+            self._ends.call(passed, False)
         for job in jobs:
-            self._settle(job, [PageResult.FAILED] * job.copy.pages)
+            self._ends.settle(job, [PageResult.FAILED] * job.copy.pages)
         for lane in lanes:
             lane.stop()
-        with self._changed:
-            idle = not self._busy
-        if idle:
+        if self.over:
             self._release()
+        elif self._ends.stranded and not any(kept is self for kept in KEPT):
+            size = 0 if self._side is None else self._side.pinned().bytes
+            keep(self, f"{format_size(size)} of host memory, {self.lost}")
         return dropped
 
     # ---- within
@@ -289,7 +282,7 @@ class CudaCopyEngine(CopyEngine):
     def _job(
         self, device_slots: Slots, host_slots: Slots, *, down: bool, done: Done, parts: Slots | None = None
     ) -> Job:
-        if not self._parts:
+        if self._side is None:
             raise HicacheInternalError("there is no host pool to copy to or from")
         # Copies of the arrays, as they are read later, by another thread.
         device, host = np.array(device_slots, np.int64), np.array(host_slots, np.int64)
@@ -304,7 +297,7 @@ class CudaCopyEngine(CopyEngine):
         try:
             return ask()
         except CudaError as error:
-            self._note(error, job.copy.pages)
+            self._ends.note(error, job.copy.pages)
             job.broken = True
             return []
 
@@ -312,9 +305,9 @@ class CudaCopyEngine(CopyEngine):
         with self._changed:
             if self._closing:
                 raise CacheClosed("the copy engine is closed: no page is copied any more")
-            found = None if lane is None else self._lanes.get(lane) or self._lane(lane, "low")
-            self._in_flight += 1
-            self._busy += 1
+            found = None if lane is None else self._lanes.get(lane) or self._late_lane()
+            self._ends.in_flight += 1
+            self._ends.busy += 1
             if found is None:
                 self._parked[job] = None
             else:
@@ -326,146 +319,14 @@ class CudaCopyEngine(CopyEngine):
                 job.broken = not passed
                 self._lanes["down"].add(job)
 
-    def _put(self, lane: Lane, job: Job) -> None:
-        """Put a copy into its stream, step by step. In the lane's thread."""
-        left = np.arange(job.copy.pages)
-        if job.broken:
-            left = left[:0]
-            job.results = [PageResult.FAILED] * job.copy.pages
+    def _late_lane(self) -> Lane:
+        """For copies down whose event has not passed, made with the first of them."""
         try:
-            for before in job.behind:
-                self._driver.wait(lane.stream, before)
-        except CudaError as error:
-            left = self._fail(job, left, error)
-        steps = list(self._steps(job))
-        for number, (pages, layers) in enumerate(steps):
-            part = left if layers is not None else left[(left >= pages[0]) & (left < pages[1])]
-            event, failed = self._put_step(lane, job, part, layers)
-            left = np.setdiff1d(left, failed, assume_unique=True)
-            whole = layers is not None and len(left) == job.copy.pages
-            size = len(part) * self._unit // (1 if layers is None else self._device.layers)
-            if whole and layers is not None and event is not None:
-                job.copy.begun([event] * (layers[1] - layers[0]))
-            lane.began(Step(job, event, layers if whole else None, size, number == len(steps) - 1))
-
-    def _steps(self, job: Job) -> Iterator[tuple[tuple[int, int], tuple[int, int] | None]]:
-        """Ranges of pages, and of layers on the way up."""
-        pages = job.copy.pages
-        if job.down:
-            count = max(1, _BATCH_BYTES // self._unit)
-            for first in range(0, max(pages, 1), count):
-                yield (first, min(first + count, pages)), None
-            return
-        layers = self._device.layers
-        layer_bytes = max(1, pages * self._unit // layers)
-        step = -(-_STEP_BYTES // layer_bytes)
-        for first in range(0, layers, step):
-            yield (0, pages), (first, min(first + step, layers))
-
-    def _put_step(
-        self, lane: Lane, job: Job, pages: Slots, layers: tuple[int, int] | None
-    ) -> tuple[Event | None, list[int]]:
-        """One step into the stream; the event behind it, and the pages that failed."""
-        failed: list[int] = []
-        if not len(pages):
-            return None, failed
-        try:
-            self._transfer(lane, job, pages, layers)
-        except Exception as error:
-            self._note(error, len(pages))
-            failed = self._one_by_one(lane, job, pages, layers) if len(pages) > 1 else pages.tolist()
-            for at in failed:
-                job.results[at] = PageResult.FAILED
-        try:
-            # Also behind a failure: some of its runs may be on their way, and the slots are not free before.
-            event = self._driver.event()
-            self._driver.record(event, lane.stream)
-        except CudaError as error:
-            self._fail(job, pages, error)
-            return None, pages.tolist()
-        return event, failed
-
-    def _one_by_one(self, lane: Lane, job: Job, pages: Slots, layers: tuple[int, int] | None) -> list[int]:
-        """After a step has failed: which of its pages do. The others are copied again, which does no harm."""
-        failed: list[int] = []
-        for at in range(len(pages)):
-            try:
-                self._transfer(lane, job, pages[at : at + 1], layers)
-            except Exception as error:
-                self._note(error, 1)
-                failed.append(int(pages[at]))
-        return failed
-
-    def _transfer(self, lane: Lane, job: Job, pages: Slots, layers: tuple[int, int] | None) -> None:
-        device, host = job.device_slots[pages], job.host_slots[pages]
-        parts = None if job.parts is None else job.parts[pages]
-        executors = self._executors
-        assert executors is not None, "released only when no copy is under way"
-        for table in self._runs.tables(device, host, to_device=not job.down, layers=layers, parts=parts):
-            method = executors.run(table, lane.stream, to_device=not job.down)
-            with self._changed:
-                self._tables[f"{method} {'down' if job.down else 'up'}"] += 1
-
-    def _passed(self, step: Step, error: CudaError | None) -> None:
-        """A step has passed. In the lane's waiting thread."""
-        job = step.job
-        if error is not None:
-            self._fail(job, np.arange(job.copy.pages), error)
-        elif step.layers is not None:
-            job.copy.advance(step.layers[1])
-            if job.layer_done is not None:
-                for layer in range(*step.layers):
-                    self._call(job.layer_done, layer)
-        if step.last:
-            self._settle(job, job.results)
-
-    def _fail(self, job: Job, pages: Slots, error: CudaError) -> Slots:
-        self._note(error, len(pages))
-        for at in pages.tolist():
-            job.results[at] = PageResult.FAILED
-        return pages[:0]
-
-    def _note(self, error: Exception, pages: int) -> None:
-        with self._changed:
-            known, self._error = self._error, str(error)
-        if known != str(error):  # a broken device says the same to everybody
-            _LOG.warning("copying %d pages failed: %s", pages, error)
-
-    def _settle(self, job: Job, results: list[PageResult]) -> None:
-        with self._changed:
-            self._busy -= 1
-            last = not self._busy and self._dropped is not None
-        if last:  # before `done`, behind which the host's memory may be unmapped
-            self._release()
-        self._call(job.done, results)
-        moved = results.count(PageResult.OK)
-        with self._changed:
-            self._pages[job.down] += moved
-            self._failed += len(results) - moved
-            self._in_flight -= 1
-            job.copy.finish(results)
-
-    def _call(self, callback: Callable[[Any], None], argument: object) -> None:
-        try:
-            callback(argument)
-        except BaseException:  # whatever a callback does, the thread lives and the copy has ended
-            _LOG.exception("a callback of a copy raised")
-            with self._changed:
-                self._callback_errors += 1
-
-    def _pinned(self) -> PinnedStatistics:
-        return PinnedStatistics() if self._pins is None else self._pins.statistics()
+            return self._lane("late", "low")
+        except Exception as error:  # then they wait in the stream of the others, which wait for them
+            self._ends.note(error, 0)
+            return self._lanes["down"]
 
     def _release(self) -> None:
-        """Let go of what copies have used, none of which is under way any more. Idempotent."""
-        with self._changed:
-            executors, self._executors = self._executors, None
-        if os.getpid() != self._process:  # a forked child: all of it is the parent's
-            return
-        if executors is not None and self._own_executors:
-            try:
-                executors.close()
-            except CudaError as error:
-                _LOG.warning("what copies have used could not be given back: %s", error)
-        if self._own_pins and self._pins is not None:
-            self._pins.close()
+        if self._side is not None:
+            self._side.release()

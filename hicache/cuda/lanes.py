@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
-from hicache.cuda.driver import CudaDriver, CudaError, Event, Priority, Stream
+from hicache.cuda.driver import CudaDriver, Event, Priority, Stream
 from hicache.memory.base import Copy, Done, Slots
 from hicache.records import PageResult
 
@@ -64,6 +64,7 @@ class Job:
     Attributes:
         copy, down, device_slots, host_slots, done, layer_done, parts: as it was asked for.
         behind: events that its stream waits for.
+        only: layers that are copied down, [first, end); None is all.
         broken: its writer's event raised.
         results: of its pages so far.
     """
@@ -76,8 +77,14 @@ class Job:
     layer_done: Callable[[int], None] | None = None
     parts: Slots | None = None
     behind: list[Event] = field(default_factory=list)
+    only: tuple[int, int] | None = None
     broken: bool = False
     results: list[PageResult] = field(default_factory=list)
+
+    def fail(self, pages: Slots) -> None:
+        """These pages of it have failed."""
+        for at in pages.tolist():
+            self.results[at] = PageResult.FAILED
 
 
 @dataclass(slots=True, eq=False)
@@ -86,17 +93,19 @@ class Step:
 
     Attributes:
         job: whose.
-        event: passes behind it; None where nothing of it came into the stream.
+        event: passes behind it; None where nothing of it came into the stream, or it is loose.
         layers: that are complete then, [first, end); None for a whole copy.
         size: bytes.
         last: whether the copy ends with it.
+        loose: something of it may be in the stream, without an event behind it.
     """
 
     job: Job
     event: Event | None
     layers: tuple[int, int] | None
     size: int
-    last: bool
+    last: bool = False
+    loose: bool = False
 
 
 class Lane:
@@ -108,7 +117,8 @@ class Lane:
         priority: of the stream.
         bound: bytes under way; one step may always be.
         put: puts a job into the stream, calling `began` for each step; raises nothing.
-        passed: called for each step that has passed, with the error of the device or None; by the waiting thread.
+        passed: called for each step that has passed, by the waiting thread: with the error of the device or None, and
+            whether nothing of it moves any more. Where that is not so, nobody will ever know.
 
     Attributes:
         stream: its stream.
@@ -122,7 +132,7 @@ class Lane:
         priority: Priority,
         bound: int,
         put: Callable[[Lane, Job], None],
-        passed: Callable[[Step, CudaError | None], None],
+        passed: Callable[[Step, Exception | None, bool], None],
     ) -> None:
         self._driver = driver
         self._bound = bound
@@ -147,6 +157,17 @@ class Lane:
         with self._changed:
             self._queue.append(job)
             self._changed.notify_all()
+
+    def wait(self, events: Iterable[Event]) -> None:
+        """Let what is put into the stream from now on wait for events."""
+        for event in events:
+            self._driver.wait(self.stream, event)
+
+    def fence(self) -> Event:
+        """An event behind all that is in the stream now."""
+        event = self._driver.event()
+        self._driver.record(event, self.stream)
+        return event
 
     def began(self, step: Step) -> None:
         """A step is in the stream. Blocks while too much is under way before the next may follow."""
@@ -202,18 +223,26 @@ class Lane:
                 if not self._flying:
                     return
                 step = self._flying[0]
-            error = self._wait(step)
-            self._passed(step, error)
+            self._passed(step, *self._ended(step))
             with self._changed:
                 self._flying.popleft()
                 self._bytes -= step.size
                 self._changed.notify_all()
 
-    def _wait(self, step: Step) -> CudaError | None:
-        if step.event is None:
-            return None
+    def _ended(self, step: Step) -> tuple[Exception | None, bool]:
+        """Wait for a step: what went wrong, and whether nothing of it moves any more."""
+        error: Exception | None = None
+        if step.event is None and not step.loose:
+            return None, True
         try:
-            self._driver.synchronize(step.event)
-        except CudaError as error:
-            return error
-        return None
+            if step.event is not None:
+                self._driver.synchronize(step.event)
+                return None, True
+        except Exception as failed:
+            error = failed
+        try:
+            # An event that failed tells nothing of what is in front of it; another one, behind that, does.
+            self._driver.synchronize(self.fence())
+        except Exception as failed:
+            return error or failed, False
+        return error, True

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
-import sys
 import threading
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final
@@ -15,18 +13,20 @@ import numpy.typing as npt
 
 from hicache.core.arenas import ArenaPlan
 from hicache.core.layout import KVGeometry
-from hicache.cuda.driver import OUT_OF_MEMORY, CudaDriver, CudaError, Event, Stream
+from hicache.cuda.allocation import allocate, shape_of, strides_of
+from hicache.cuda.direct import DirectCopies
+from hicache.cuda.driver import CudaDriver, CudaError, Event, Stream
 from hicache.cuda.events import CudaEvent
-from hicache.cuda.executors import PlainExecutor
 from hicache.cuda.options import DEFAULTS, CudaOptions
 from hicache.cuda.pinned import PinnedHostPool, host_parts
 from hicache.cuda.regions import Region, TensorMemory, regions_of
-from hicache.cuda.runs import HostPart, PageRuns
+from hicache.cuda.runs import HostPart, PageRuns, RunTable
+from hicache.cuda.streams import EngineStreams, tell_allocator
 from hicache.cuda.tensors import as_tensors, check_device, device_of, regions_checked
 from hicache.errors import CacheClosed, ConfigError, GeometryError
 from hicache.memory.base import POISON, Bytes, CopyEngine, DevicePool, HostPool, Slots
-from hicache.memory.layout import LAYOUTS, PageLayout
-from hicache.units import format_size, whole_number
+from hicache.memory.layout import PageLayout
+from hicache.units import whole_number
 
 if TYPE_CHECKING:
     from hicache.cuda.engine import CudaCopyEngine
@@ -83,17 +83,15 @@ class CudaDevicePool(DevicePool):
         self.layers = page.layers
         self.slots: int = regions[0].slots
         self._regions = regions
-        self._streams: list[Stream] = [_stream_of(driver, stream)]
+        self._streams = EngineStreams(driver, stream, options.reuse)
         self._keep = keep
         self._owned = owned
         self._shape = shape
         self._closed = False
         self._process = os.getpid()
         self._lock = threading.Lock()
-        self._own = driver.stream()
-        self._plain = PlainExecutor(driver)
+        self._direct = DirectCopies(driver)
         self._runs: dict[tuple[HostPart, ...], PageRuns] = {}
-        self._uses: dict[int, Event] = {}
 
     @classmethod
     def attach(
@@ -176,10 +174,10 @@ class CudaDevicePool(DevicePool):
         name = layout or ("opaque" if page.kind == "opaque" else "layer_first")
         driver = driver or open_device(device)
         size = count * page.page_bytes
-        shape = _shape(page, name, count)
-        address = _malloc(driver, size, f"a device pool of {count} pages")
+        shape = shape_of(page, name, count)
+        address = allocate(driver, size, f"a device pool of {count} pages")
         try:
-            regions = regions_of(TensorMemory(address, shape, _strides(shape), 1), name, page)
+            regions = regions_of(TensorMemory(address, shape, strides_of(shape), 1), name, page)
             return cls(
                 regions,
                 page=page,
@@ -209,8 +207,7 @@ class CudaDevicePool(DevicePool):
 
     def computes_on(self, stream: Any) -> None:
         """Name another stream on which the engine uses slots; copies wait for it too."""
-        with self._lock:
-            self._streams.append(_stream_of(self.driver, stream))
+        self._streams.add(stream)
 
     def record(self, stream: Any = None) -> CudaEvent:
         """An event behind all that a stream holds now, to be given to `commit`.
@@ -218,45 +215,19 @@ class CudaDevicePool(DevicePool):
         Args:
             stream: the one that writes; None is the one that the pool was attached with.
         """
-        event = self.driver.event()
-        self.driver.record(event, self._streams[0] if stream is None else _stream_of(self.driver, stream))
-        return CudaEvent(self.driver, event)
+        return self._streams.record(stream)
 
     def used_until(self, slots: Slots | Iterable[int], event: CudaEvent) -> None:
         """For `reuse="told"`: kernels use these slots until the event; nothing is written into them before."""
-        with self._lock:
-            for slot in slots:
-                self._uses[int(slot)] = event.event
+        self._streams.used_until(slots, event)
 
     def ends_of_use(self, slots: Slots) -> list[Event]:
         """Events behind which others no longer use these slots. Called when a copy into them is asked for."""
-        if self.options.reuse == "told":
-            with self._lock:
-                found = {id(event): event for slot in slots.tolist() if (event := self._uses.pop(slot, None))}
-            return list(found.values())
-        return self.marks()
-
-    def marks(self) -> list[Event]:
-        """Events behind all that the engine's streams hold now."""
-        events = []
-        with self._lock:
-            streams = list(self._streams)
-        for stream in streams:
-            event = self.driver.event()
-            self.driver.record(event, stream)
-            events.append(event)
-        return events
+        return self._streams.ends_of_use(slots)
 
     def used_by(self, stream: Stream) -> None:
-        """Tell torch's allocator that a stream of ours uses the tensors.
-
-        So it does not give their memory to others while that runs, even if the engine lets go of it.
-        """
-        tensors: Any = self._keep if isinstance(self._keep, (list, tuple)) else [self._keep]
-        for tensor in tensors:
-            if hasattr(tensor, "record_stream") and tensor.device.type == "cuda":
-                torch: Any = sys.modules["torch"]  # the tensor is of it
-                tensor.record_stream(torch.cuda.ExternalStream(stream.ptr, device=tensor.device))
+        """Tell torch's allocator that a stream of ours uses the tensors; see `tell_allocator`."""
+        tell_allocator(self._keep, stream)
 
     # ---- DevicePool
 
@@ -313,7 +284,7 @@ class CudaDevicePool(DevicePool):
     def read_page(self, slot: int) -> Bytes:
         """A copy of one page in canonical form, (page_bytes,)."""
         page = np.empty(self.page_bytes, np.uint8)
-        self._move(self._one(slot), (HostPart.whole(page.ctypes.data, 1, self.page_bytes),), _FIRST, to_device=False)
+        self._move(self._page_runs(page).tables(self._one(slot), _FIRST, to_device=False), page)
         return page
 
     def write_page(self, slot: int, data: bytes | bytearray | memoryview | npt.NDArray[Any]) -> None:
@@ -321,7 +292,7 @@ class CudaDevicePool(DevicePool):
         slots, page = self._one(slot), _page_of(data)
         if page.size != self.page_bytes:
             raise GeometryError(f"a page has {self.page_bytes} bytes, not {page.size}")
-        self._move(slots, (HostPart.whole(page.ctypes.data, 1, self.page_bytes),), _FIRST, to_device=True)
+        self._move(self._page_runs(page).tables(slots, _FIRST, to_device=True), page)
 
     def poison(self, slots: Slots) -> None:
         """Fill slots with `POISON`."""
@@ -336,7 +307,7 @@ class CudaDevicePool(DevicePool):
                 return
             self._closed = True
             self._runs.clear()
-            self._uses.clear()
+        self._streams.forget()
         self._keep = None
         if self._owned and os.getpid() == self._process:
             address, self._owned = self._owned, 0
@@ -357,33 +328,17 @@ class CudaDevicePool(DevicePool):
     ) -> None:
         if host.page_bytes != self.page_bytes:
             raise GeometryError(f"host pages have {host.page_bytes} bytes, device pages {self.page_bytes}")
-        self._move(slots, host_parts(host), host_slots, to_device=to_device, layers=layers)
+        tables = self.runs(host_parts(host)).tables(slots, host_slots, to_device=to_device, layers=layers)
+        self._move(tables, host)
 
-    def _move(
-        self,
-        slots: Slots,
-        parts: tuple[HostPart, ...],
-        host_slots: Slots,
-        *,
-        to_device: bool,
-        layers: tuple[int, int] | None = None,
-    ) -> None:
-        runs = self.runs(parts) if len(parts) != 1 or parts[0].slots > 1 else self._page_runs(parts)
-        done = self.driver.event()
-        marks = self.marks()
-        with self._lock:
-            for mark in marks:
-                self.driver.wait(self._own, mark)
-            for table in runs.tables(slots, host_slots, to_device=to_device, layers=layers):
-                self._plain.run(table, self._own)
-            self.driver.record(done, self._own)
-        self.driver.synchronize(done)
+    def _move(self, tables: Iterable[RunTable], memory: object) -> None:
+        self._direct.run(tables, behind=self._streams.marks(), memory=memory)
 
-    def _page_runs(self, parts: tuple[HostPart, ...]) -> PageRuns:
+    def _page_runs(self, page: Bytes) -> PageRuns:
         """For memory of the moment, which is not remembered."""
         if self._closed:
             raise CacheClosed("this device pool is closed: its tensors were given back")
-        return PageRuns(self.page, self._regions, parts)
+        return PageRuns(self.page, self._regions, (HostPart.whole(page.ctypes.data, 1, self.page_bytes),))
 
     def _one(self, slot: int) -> Slots:
         number = whole_number(slot)
@@ -399,47 +354,6 @@ def open_device(device: int | None) -> CudaDriver:
     from hicache.cuda.cupy_driver import open_driver
 
     return open_driver(device)
-
-
-def _stream_of(driver: CudaDriver, stream: Any) -> Stream:
-    """A stream as the engine has it: of torch, of cupy, or a handle."""
-    if stream is None:
-        return driver.current_stream()
-    handle = getattr(stream, "cuda_stream", getattr(stream, "ptr", stream))
-    number = whole_number(handle)
-    if number is None or number < 0:
-        raise ConfigError(f"stream {stream!r:.60} is none: give a stream of torch or cupy, or its handle")
-    return driver.external_stream(number, stream)
-
-
-def _malloc(driver: CudaDriver, size: int, what: str) -> int:
-    free, total = driver.memory()
-    said = (
-        f"{what} of {format_size(size)} does not fit on CUDA device {driver.device}: {format_size(free)} of "
-        f"{format_size(total)} are free; use fewer slots, or leave the engine a smaller share"
-    )
-    if size > free:
-        raise ConfigError(said)
-    try:
-        return driver.malloc(size)
-    except CudaError as error:
-        if error.name != OUT_OF_MEMORY:
-            raise ConfigError(f"{what} of {format_size(size)} cannot be allocated: {error}") from error
-        raise ConfigError(said) from error
-
-
-def _shape(page: PageLayout, layout: str, slots: int) -> tuple[int, ...]:
-    axes = LAYOUTS.get(layout)
-    if axes is None:
-        raise GeometryError(f"layout {layout!r:.40} is not for memory made here: use one of {', '.join(LAYOUTS)}")
-    absent = {"plane", "head"} if page.kind == "mla" else set()
-    sizes = {"slot": slots, "layer": page.layers, "plane": page.planes, "token": page.tokens, "head": page.heads}
-    sizes |= {"dim": page.row_bytes, "byte": page.page_bytes}
-    return tuple(sizes[axis] for axis in axes if axis not in absent)
-
-
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[at + 1 :]) for at in range(len(shape)))
 
 
 def _page_of(data: bytes | bytearray | memoryview | npt.NDArray[Any]) -> Bytes:
