@@ -162,7 +162,7 @@ def went_down(cache: Any, *prompts: torch.Tensor) -> None:
 def test_the_first_layer_is_computed_while_the_last_is_on_its_way(
     model: Any, opened: Any, on_gpu: Any, monkeypatch: pytest.MonkeyPatch, repeats: int
 ) -> None:
-    monkeypatch.setattr("hicache.cuda.engine._STEP_BYTES", 1)  # thin layers go one by one, too
+    monkeypatch.setattr("hicache.cuda.putting._STEP_BYTES", 1)  # thin layers go one by one, too
     cuda = on_gpu(Overlapped(memory=1 << 20, kernels=KERNELS))
     expected = model.generate(prompt(), num_return_sequences=repeats)
     cache = opened(device="12KiB", host="256KiB")

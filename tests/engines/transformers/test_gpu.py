@@ -45,7 +45,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
         return GpuMemory(namespace, shape, **settings, view=of_fake), None
 
     monkeypatch.setattr("hicache_transformers.cache.open_tier", opened_tier)
-    monkeypatch.setattr("hicache.cuda.engine._STEP_BYTES", 1)  # layer by layer, however thin
+    monkeypatch.setattr("hicache.cuda.putting._STEP_BYTES", 1)  # layer by layer, however thin
     return cuda
 
 
