@@ -7,7 +7,6 @@ another host, pages go through a pinned buffer here.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import threading
 import weakref
@@ -22,10 +21,9 @@ from hicache.cuda.engine import CudaCopyEngine, CudaCopyStatistics, chosen
 from hicache.cuda.events import CudaEvent
 from hicache.cuda.lanes import CudaCopy
 from hicache.cuda.options import DEFAULTS, CudaOptions
-from hicache.cuda.pinned import rank_parts
+from hicache.cuda.pinned import PinnedBuffer, rank_parts
 from hicache.cuda.pool import CudaDevicePool, open_device
 from hicache.cuda.regions import Region
-from hicache.cuda.runs import HostPart
 from hicache.errors import ConfigError, GeometryError
 from hicache.memory.base import Bytes, Slots
 from hicache.memory.layout import PageLayout
@@ -132,7 +130,7 @@ class CudaBlocks:
         self.layers = page.layers
         self._lock = threading.Lock()
         self._engines: weakref.WeakKeyDictionary[Any, CudaCopyEngine] = weakref.WeakKeyDictionary()
-        self._buffers: dict[int, _Buffer] = {}  # of each thread
+        self._buffers: dict[int, PinnedBuffer] = {}  # of each thread
         self._closed = False
         self._executors = chosen(self._driver, options, pinned=options.pinned != "off")
 
@@ -157,7 +155,13 @@ class CudaBlocks:
         return self._driver.current_stream()
 
     def load(
-        self, memory: SharedMemory | None, slots: Slots, blocks: Sequence[int], *, inside: int, behind: CudaEvent
+        self,
+        memory: SharedMemory | None,
+        slots: Slots,
+        blocks: Sequence[int],
+        *,
+        inside: int,
+        behind: CudaEvent | Sequence[CudaEvent],
     ) -> CudaCopy:
         """Begin to copy pages into blocks.
 
@@ -166,20 +170,37 @@ class CudaBlocks:
             slots: of the pages, in order.
             blocks: the engine's, in the order of the prompt.
             inside: place of the first of them in the first page.
-            behind: nobody uses the blocks any more when it passes.
+            behind: nobody uses the blocks any more when it passes, or all of them.
         """
+        ends = [behind] if isinstance(behind, CudaEvent) else behind
         engine = self._engine(memory)
         pages, parts = np.divmod(np.arange(len(blocks)) + inside, self.per_page)
         return engine.host_to_device(
-            slots[pages], np.array(blocks, np.int64), done=_ignore, behind=behind, parts=self._parts(parts)
+            slots[pages], np.array(blocks, np.int64), done=_ignore, behind=ends, parts=self._parts(parts)
         )
 
-    def store(self, memory: SharedMemory | None, slots: Slots, blocks: Sequence[int], *, behind: CudaEvent) -> CudaCopy:
-        """Begin to copy blocks of whole pages out, as `load` otherwise; `behind` is when they are computed."""
+    def store(
+        self,
+        memory: SharedMemory | None,
+        slots: Slots,
+        blocks: Sequence[int],
+        *,
+        behind: CudaEvent,
+        layers: tuple[int, int] | None = None,
+    ) -> CudaCopy:
+        """Begin to copy blocks of whole pages out, as `load` otherwise; `behind` is when they are computed.
+
+        With `layers`, a range [first, end), only those are; the others are for other calls.
+        """
         engine = self._engine(memory)
         pages, parts = np.divmod(np.arange(len(blocks)), self.per_page)
         return engine.device_to_host(
-            np.array(blocks, np.int64), slots[pages], ready=behind, done=_ignore, parts=self._parts(parts)
+            np.array(blocks, np.int64),
+            slots[pages],
+            ready=behind,
+            done=_ignore,
+            parts=self._parts(parts),
+            layers=layers,
         )
 
     def buffer(self, pages: int) -> Bytes:
@@ -195,7 +216,7 @@ class CudaBlocks:
             self._buffers.pop(thread, None)
         if found is not None:
             self._forget(found)
-        made = _Buffer(self._driver, pages, self.page_bytes)
+        made = PinnedBuffer(self._driver, pages, self.page_bytes)
         with self._lock:
             self._buffers[thread] = made
         return made.rows
@@ -255,28 +276,8 @@ class CudaBlocks:
             engine = self._engines.pop(key, None)
         if engine is not None:
             engine.close(_CLOSE_SECONDS)
-        if isinstance(key, _Buffer):
+        if isinstance(key, PinnedBuffer):
             key.close()
-
-
-class _Buffer:
-    """Pinned memory of so many pages."""
-
-    def __init__(self, driver: CudaDriver, pages: int, page_bytes: int) -> None:
-        self.pages = pages
-        self._driver = driver
-        self._address = driver.host_alloc(pages * page_bytes)
-        memory = (ctypes.c_uint8 * (pages * page_bytes)).from_address(self._address)
-        self.rows: Bytes = np.ctypeslib.as_array(memory).reshape(pages, page_bytes)
-        self.parts = (HostPart.whole(self._address, pages, page_bytes),)
-
-    def close(self) -> None:
-        address, self._address = self._address, 0
-        if address:
-            try:
-                self._driver.host_free(address)
-            except CudaError:  # the device is gone, and the memory with it
-                return
 
 
 def good(copy: CudaCopy) -> int:

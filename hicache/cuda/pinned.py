@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import resource
@@ -10,17 +11,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
+import numpy as np
+
 from hicache.core.arenas import ArenaPlan
 from hicache.cuda.driver import CudaDriver, CudaError
 from hicache.cuda.runs import HostPart
 from hicache.errors import ConfigError
 from hicache.memory.arena import Arena
 from hicache.memory.arenapool import ArenaHostPool
-from hicache.memory.base import HostPool
+from hicache.memory.base import Bytes, HostPool
 from hicache.memory.rankpages import RankPages
 from hicache.units import format_size
 
-__all__ = ["HostPins", "PinnedHostPool", "PinnedStatistics", "Pinning", "host_parts", "rank_parts"]
+__all__ = ["HostPins", "PinnedBuffer", "PinnedHostPool", "PinnedStatistics", "Pinning", "host_parts", "rank_parts"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -206,6 +209,27 @@ class PinnedHostPool(ArenaHostPool):
         if self._pins is not None:
             self._pins.close()
         super().close()
+
+
+class PinnedBuffer:
+    """New pinned memory of so many canonical pages: `rows`, (pages, page_bytes), until `close`."""
+
+    def __init__(self, driver: CudaDriver, pages: int, page_bytes: int) -> None:
+        self.pages = pages
+        self._driver = driver
+        self._address = driver.host_alloc(pages * page_bytes)
+        memory = (ctypes.c_uint8 * (pages * page_bytes)).from_address(self._address)
+        self.rows: Bytes = np.ctypeslib.as_array(memory).reshape(pages, page_bytes)
+        self.parts = (HostPart.whole(self._address, pages, page_bytes),)
+
+    def close(self) -> None:
+        """Give it back. Idempotent; no copy may be under way."""
+        address, self._address = self._address, 0
+        if address:
+            try:
+                self._driver.host_free(address)
+            except CudaError:  # the device is gone, and the memory with it
+                return
 
 
 def host_parts(host: HostPool) -> tuple[HostPart, ...]:

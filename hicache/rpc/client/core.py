@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hicache.clock import Clock, MonotonicClock
 from hicache.core.identity import Adapter, Namespace
@@ -30,6 +30,9 @@ from hicache.runtime.forks import watch
 from hicache.runtime.request import usable_pages
 from hicache.units import whole_number
 
+if TYPE_CHECKING:
+    from hicache.rpc.client.memory import SharedPages
+
 R = TypeVar("R", bound=RequestView)
 
 
@@ -49,6 +52,15 @@ class ConnectedHost:
         """Slots of the pool; 0 while the service is away."""
         connection = self._state.link.connection
         return 0 if connection is None else connection.attached.slots
+
+    @property
+    def memory(self) -> SharedPages | None:
+        """Its memory as it is mapped here now, for those who copy by themselves; None while the service is away.
+
+        None, too, where pages are streamed. A service that was started anew has another one.
+        """
+        connection = self._state.link.connection
+        return None if connection is None else connection.memory
 
     def page(self, slot: int) -> Bytes:
         """The page in a slot of an open request, as it lies in shared memory, (page_bytes,), not a copy.

@@ -14,6 +14,7 @@ from hicache.memory.writer import WriterEvent
 from hicache.records import Match
 from hicache.rpc.client.flow import run
 from hicache.rpc.client.group import Ticket
+from hicache.rpc.client.loans import Loan
 from hicache.rpc.client.pages import Buffers
 from hicache.rpc.client.verbs import RequestVerbs
 
@@ -201,6 +202,24 @@ class ConnectedRequest(RequestView):
             CacheClosed: the request or the cache is closed.
         """
         return run(self._verbs.write_from(buffers, first))
+
+    def lend(self, first: int, count: int, *, write: bool = False) -> Loan | None:
+        """Slots of pages, for somebody who copies their bytes himself, as a device does.
+
+        Args:
+            first: index of the first page.
+            count: pages; fewer where the request has fewer.
+            write: to be written; those before the first private page are not.
+
+        Returns:
+            To be closed when the copies have ended, before the request is; None where nothing may be touched any more,
+            or pages are streamed.
+
+        Raises:
+            InvalidInput: a first page that this request has not, or may not write.
+            CacheClosed: the request or the cache is closed.
+        """
+        return self._verbs.lend(first, count, write=write)
 
     def commit(self, upto: int | None = None, *, ready: WriterEvent | None = None, wait: bool = True) -> None:
         """Publish computed pages. Only whole pages become visible, and only once the writer's event has passed.

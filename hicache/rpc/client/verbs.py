@@ -25,6 +25,7 @@ from hicache.memory.writer import READY, WriterEvent
 from hicache.records import Match, MissReason
 from hicache.rpc.client.commits import Commits
 from hicache.rpc.client.connection import ATTACHMENT, Connection
+from hicache.rpc.client.loans import Loan
 from hicache.rpc.client.pages import NONE, Buffers, LeasedPages, as_pages
 from hicache.rpc.client.protocol import Reply
 from hicache.rpc.client.state import FORKED, ClientState, Naming
@@ -228,6 +229,11 @@ class RequestVerbs:
             as_pages(buffers, self.state.page_bytes, writable=False)
             return 0
         return await self.pages.write_from(buffers, self.start if first is None else first, least=self.start)
+
+    def lend(self, first: int, count: int, *, write: bool) -> Loan | None:
+        """Slots of pages for others to copy; see `ConnectedRequest.lend`."""
+        self.check_open()
+        return None if self.pages is None else self.pages.lend(first, count, least=self.start if write else 0)
 
     # ---- publishing
 
