@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from conftest import prompt_of
-from vllm_engine import PAGE, Engine
+from vllm_engine import BLOCK, PAGE, Engine
 
 Engines = Callable[..., Engine]
 Expected = Callable[..., list[int]]
@@ -18,6 +18,8 @@ def test_preempted_requests_go_on_right(engines: Engines, expected: Expected) ->
     for attempt in range(2):
         answers = engine.generate(*prompts, tokens=72)
         assert [answer.new for answer in answers] == [expected(prompt, 72) for prompt in prompts], attempt
+        if attempt:
+            assert all(answer.cached >= 3 * PAGE for answer in answers)
         assert engine.reset()
     metrics = engine.metrics()
     assert metrics["vllm:num_preemptions"] > 0
@@ -43,7 +45,11 @@ def test_loads_that_a_step_waits_for(engines: Engines, expected: Expected) -> No
     assert engine.reset()
     answers = engine.generate(*prompts, prompts[0])
     assert [answer.new for answer in answers] == [expected(prompt) for prompt in (*prompts, prompts[0])]
-    assert [answer.cached for answer in answers[:3]] == 3 * [4 * PAGE]
+    # Of the two that are the same, the second in turn also finds the block behind the last whole page in the engine.
+    first, *others, same = (answer.cached for answer in answers)
+    assert others == [4 * PAGE, 4 * PAGE]
+    assert min(first, same) == 4 * PAGE
+    assert max(first, same) in (4 * PAGE, 4 * PAGE + BLOCK)
     assert engine.metrics()["vllm:external_prefix_cache_hits"] == 3 * 4 * PAGE
 
 
