@@ -35,8 +35,9 @@ behind a part's begin, and before its end, which may be left out.
   hicache diff trace.jsonl --span 0..600 --span 600..1200
 
 JSON: a, b (their names), splits (of each count of hits and misses: path, asked_a, asked_b, hit_rate_a, hit_rate_b,
-points, and parts, each with name, a, b and points: shares of what was asked), changes (path, a, b, relative) and same
-(how many values do not differ); of two spans also overlap (pages_a, pages_b, pages_both, asked_b_known_share).
+points, and parts, each with name, a, b and points: shares of what was asked), changes (path, a, b, relative), same
+(how many values do not differ) and warnings (what does not compare, in words); of two spans also overlap (pages_a,
+pages_b, pages_both, asked_b_known_share).
 """
 
 
@@ -62,7 +63,8 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(f"--top {top}: cannot be negative")
     names, documents, common = _read(options)
     found = compare(*documents)
-    for line in warnings(*documents):
+    odd = list(warnings(*documents))
+    for line in odd:
         warn(line)
     empty = [name for name, document in zip(names, documents, strict=True) if document.get("requests") == 0]
     for name in empty:
@@ -70,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
     code = EXIT_WRONG if empty else EXIT_FINE
     if options.json:
         more = {} if common is None else {"overlap": asdict(common)}
-        print_json(dict(zip("ab", names, strict=True)) | found.document() | more)
+        print_json(dict(zip("ab", names, strict=True)) | found.document() | {"warnings": odd} | more)
         return code
     for line, name in zip("AB", names, strict=True):
         say(f"{line}: {name}")

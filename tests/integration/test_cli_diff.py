@@ -52,6 +52,10 @@ def test_two_traces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole.write_text(json.dumps({"tokens": [*range(64)], "output_length": 1}) + "\n" + json.dumps({"tokens": [5]}))
     assert main(["diff", first, str(whole)]) == 0
     assert "pages of A and B have 512 and 64 tokens, so their counts of pages are of" in capsys.readouterr().err
+    assert any(
+        "their hit rates of pages do not compare" in line for line in diffed(capsys, first, str(whole))["warnings"]
+    )
+    assert same["warnings"] == []
 
 
 def test_two_spans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,15 +7,19 @@ from dataclasses import asdict, dataclass
 from math import isfinite
 from typing import Any, Final
 
+from hicache.analytics.compare.kinds import kind_of
 from hicache.analytics.simulate.settings import SimulationSettings
 
-__all__ = ["Change", "Comparison", "Part", "Split", "compare", "warnings"]
+__all__ = ["Change", "Comparison", "Part", "Split", "compare", "page_warnings", "warnings"]
 
 _NAMES: Final = ("tier", "reason", "factor", "page_size", "verb", "policy", "seconds", "namespace", "model", "name")
 """Fields by which records of a list are the same in both documents; a list of others is compared by places."""
 
 _PLACES: Final = {"points": "pages", "hottest": "first_page", "prefixes": "page_hash", "quotas": "tenant"}
 """The same for lists by their own names."""
+
+_OF_PAGES: Final = ("analyze", "simulate")
+"""Commands whose documents tell how many tokens a page has; those of a sweep have one of each point."""
 
 _NOT_FIGURES: Final = frozenset({"definitions", "name", "boot"})
 _CURVE: Final = "miss_ratio_curve"
@@ -141,13 +145,7 @@ def _sizes(document: Mapping[str, Any]) -> dict[int, Any]:
 
 def warnings(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
     """What makes figures of two documents hard to compare, in words."""
-    units = [_units(each) for each in (a, b)]
-    if units[0] and units[1] and units[0] != units[1]:
-        told = " and ".join("/".join(map(str, each)) for each in units)
-        yield (
-            f"pages of A and B have {told} tokens, so their counts of pages are of different things; compare tokens, "
-            "or convert one with `hicache convert --to-unit`"
-        )
+    yield from page_warnings(a, b)
     sizes = [_sizes(each).keys() for each in (a, b)]
     if all(sizes) and sizes[0] != sizes[1]:
         both = len(sizes[0] & sizes[1])
@@ -155,10 +153,45 @@ def warnings(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
         yield f"the miss-ratio curves have different sizes and are compared {at}; give both analyses the same --sizes"
 
 
+def page_warnings(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
+    """Where pages of two documents have different sizes, or nobody knows, in words."""
+    units = [_units(each) for each in (a, b)]
+    if all(units) and units[0] != units[1]:
+        told = " and ".join("/".join(map(str, each)) for each in units)
+        yield (
+            f"pages of A and B have {told} tokens, so their counts of pages are of different things and their hit "
+            "rates of pages do not compare; compare those of tokens, or convert one with `hicache convert --to-unit`"
+        )
+    unknown = [name for name, each in zip("AB", (a, b), strict=True) if not _tells_units(each)]
+    if unknown:
+        yield (
+            f"{' and '.join(unknown)} {'does' if len(unknown) == 1 else 'do'} not tell how many tokens a page has, as "
+            "documents of older versions, so it cannot be known whether counts and hit rates of pages compare: make "
+            "them anew, or compare tokens"
+        )
+
+
+def _tells_units(document: Mapping[str, Any]) -> bool:
+    """Whether a document that should tell its pages' sizes does."""
+    kind = kind_of(document)
+    if kind == "sweep":
+        return all("page_tokens" in each for each in _results(document))
+    return kind not in _OF_PAGES or "page_tokens" in document
+
+
 def _units(document: Mapping[str, Any]) -> tuple[int, ...]:
-    """Tokens of a page; empty where that is not told."""
+    """Tokens of a page, all that there are; empty where that is not told."""
     found = document.get("page_tokens")
-    return tuple(found) if isinstance(found, list | tuple) else (found,) if isinstance(found, int) else ()
+    if results := _results(document):
+        return tuple(sorted({unit for each in results for unit in _units(each)}))
+    units = found if isinstance(found, list | tuple) else (found,)
+    return tuple(unit for unit in units if isinstance(unit, int))
+
+
+def _results(document: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The points of a sweep; none of another document."""
+    found = document.get("results")
+    return [each for each in found if isinstance(each, Mapping)] if isinstance(found, list) else []
 
 
 def _rank(change: Change) -> tuple[bool, int, float]:

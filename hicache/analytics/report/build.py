@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from hicache.analytics.analysis.recorded import DEFINITIONS as OF_LOGS
 from hicache.analytics.analysis.report import DEFINITIONS as OF_TRACES
+from hicache.analytics.compare.documents import page_warnings
 from hicache.analytics.report.analysis import analysis_sections
 from hicache.analytics.report.answers import answers_of
 from hicache.analytics.report.content import Plot, Report, Section
@@ -99,8 +100,21 @@ def build(sources: Sequence[Source], *, token_bytes: int | None = None) -> Repor
         sections=tuple(sections),
         definitions=_definitions(read),
         documents=tuple({kind: dict(document) for kind, document in source.documents.items()} for source in sources),
-        warnings=tuple(visible(line, 1000) for source in sources for line in source.warnings),
+        warnings=tuple(visible(line, 1000) for line in (*_odd(sources), *_beside(sources, kinds))),
     )
+
+
+def _odd(sources: Sequence[Source]) -> Iterator[str]:
+    """What was odd about each."""
+    for source in sources:
+        yield from source.warnings
+
+
+def _beside(sources: Sequence[Source], kinds: Sequence[str]) -> Iterator[str]:
+    """What does not compare between two."""
+    if len(sources) > 1:
+        a, b = sources
+        yield from dict.fromkeys(line for kind in kinds for line in page_warnings(a.documents[kind], b.documents[kind]))
 
 
 def _words(source: Source, kind: str) -> str:

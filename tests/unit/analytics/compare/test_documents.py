@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -134,3 +135,34 @@ def test_pages_of_other_sizes_are_told() -> None:
     (again,) = warnings(a, {"page_tokens": 16})  # as a simulation has it
     assert again == line
     assert list(warnings(a, {"x": 1})) == []
+    assert line.endswith(
+        "and their hit rates of pages do not compare; compare those of tokens, or convert one with `hicache convert "
+        "--to-unit`"
+    )
+
+
+def of_sweep(*page_tokens: int) -> dict[str, Any]:
+    results = [{"page_tokens": tokens, "settings": {}} for tokens in page_tokens]
+    return {"points": len(results), "results": results, "recommendation": []}
+
+
+def test_pages_of_two_sweeps() -> None:
+    """Those of all points."""
+    assert list(warnings(of_sweep(16, 64), of_sweep(64, 16))) == []
+    (line,) = warnings(of_sweep(16, 64), of_sweep(16))
+    assert line.startswith("pages of A and B have 16/64 and 16 tokens")
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_pages_of_which_nobody_knows_the_size(told: bool) -> None:
+    """Documents of older versions do not tell it; those of commands that never do are not blamed for it."""
+    new = analysis({10: 0.5}, 16) | {"ideal_hit_rate_pages": 0.5}
+    old = {name: value for name, value in new.items() if name != "page_tokens"}
+    (line,) = warnings(new if told else old, old)
+    assert line.startswith("B does not tell" if told else "A and B do not tell")
+    assert "so it cannot be known whether counts and hit rates of pages compare" in line
+    untold = of_sweep(16) | {"results": [{"settings": {}}]}
+    assert [line.startswith("A does not tell") for line in warnings(untold, of_sweep(16))] == [True]
+    assert list(warnings(new, analysis({10: 0.5}) | {"ideal_hit_rate_pages": 0.0})) == []  # of no requests, so no pages
+    replays = [{"pages_verified": 1, "misses_by_reason": {}, "hit_rate_pages": rate} for rate in (0.1, 0.2)]
+    assert list(warnings(*replays)) == []

@@ -29,6 +29,20 @@ def test_kinds_are_told_apart(sources: dict[str, Source]) -> None:
             require_kind(document, name="it")
 
 
+@pytest.mark.parametrize("kind", ["analyze", "simulate", "sweep"])
+def test_pages_that_do_not_compare_are_told(kind: str, sources: dict[str, Source]) -> None:
+    """Beside each other: of other sizes, or of one that an old document does not tell."""
+    source = sources[kind]
+    assert build([source, source]).warnings == ()
+    told = json.dumps(source.documents[kind])
+    other, old = (json.loads(re.sub(r'"page_tokens": [^,]+,', new, told)) for new in ('"page_tokens": 7,', ""))
+    (line,) = build([source, Source("other", {kind: other})]).warnings
+    assert "7 tokens, so their counts of pages are of different things and their hit rates of pages do not" in line
+    if kind == "analyze":  # the others cannot be read without it
+        (line,) = build([source, Source("old", {kind: old})]).warnings
+        assert line.startswith("B does not tell how many tokens a page has")
+
+
 @pytest.mark.parametrize("value", [None, "7", -1, float("nan"), float("inf"), HUGE, [], {}, True])
 @pytest.mark.parametrize(("kind", "path"), [
     ("analyze", ("pages_asked",)),
