@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from hicache.analytics.analysis.knee import enough
+from hicache.analytics.analysis.recorded import OF_PROMPTS, between_ideals, signed
 from hicache.cli.output import Table
 from hicache.units import format_size
 
@@ -24,6 +25,8 @@ def tables(analysis: Analysis, *, token_bytes: int | None) -> Iterator[Table]:
     if analysis.recorded is not None:
         yield from recorded_tables(analysis.recorded)
     yield _rates(analysis)
+    if analysis.recorded is not None:
+        yield from _ideals(analysis, analysis.recorded)
     if not analysis.requests:
         return
     yield _curve(analysis, token_bytes)
@@ -137,7 +140,7 @@ def _rates(analysis: Analysis) -> Table:
 
     requests, asked, tokens = analysis.requests, analysis.pages_asked, analysis.input_tokens
     return Table(
-        "what an unlimited cache hits",
+        "what an unlimited cache hits" + (f", {OF_PROMPTS}" if analysis.recorded is not None else ""),
         ("of", "all", "hit", "rate"),
         [
             ("pages", f"{asked:,}", f"{analysis.ideal_pages_hit:,}", shown(analysis.ideal_hit_rate_pages, asked)),
@@ -155,6 +158,23 @@ def _rates(analysis: Analysis) -> Table:
                 shown(analysis.ideal_hit_rate_requests_tokens, tokens),
             ),
             ("requests with any hit", f"{requests:,}", "", shown(analysis.requests_with_hits_share, requests)),
+        ],
+    )
+
+
+def _ideals(analysis: Analysis, recorded: Recorded) -> Iterator[Table]:
+    """Why the ideal of the log is another one than that of prompts alone."""
+    rows = between_ideals(recorded, asked=analysis.pages_asked, hit=analysis.ideal_pages_hit)
+    if not rows:
+        return
+    (name, asked, hit), *steps, (log, log_asked, log_hit) = rows
+    yield Table(
+        "the two ideals, and what is between them; the curve is of the first",
+        ("pages", "all", "hit", "rate"),
+        [
+            (name, f"{asked:,}", f"{hit:,}", f"{hit / asked:.4f}" if asked else "n/a"),
+            *((what, signed(asked), signed(hit), "") for what, asked, hit in steps),
+            (log, f"{log_asked:,}", f"{log_hit:,}", f"{log_hit / log_asked:.4f}" if log_asked else "n/a"),
         ],
     )
 

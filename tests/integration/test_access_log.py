@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import hicache
-from hicache.analytics.analysis.recorded import Recorded
+from hicache.analytics.analysis.recorded import Recorded, between_ideals
 from hicache.analytics.analysis.report import Analysis, AnalyzeOptions, analyze
 from hicache.analytics.traces import Opening, open_trace
 from hicache.cli import main
@@ -75,6 +75,8 @@ def test_an_embedded_cache_logs_what_it_counts(tmp_path: Path) -> None:
     assert found.input_tokens == counted.tokens.asked
     assert recorded.recorded_hit_rate_pages <= recorded.recorded_ideal_hit_rate_pages
     assert recorded.pages_hit_unknown == 0
+    assert recorded.pages_not_asked > 0
+    assert between_ideals(recorded, asked=found.pages_asked, hit=found.ideal_pages_hit), "they add up"
     assert recorded.load_seconds.count > 0
     assert counted.access_log is not None
     assert counted.access_log.requests == 62
@@ -112,6 +114,8 @@ def test_answers_count_for_the_next_turn(tmp_path: Path) -> None:
     assert found.output_tokens == 36
     assert recorded.recorded_hit_rate_pages == recorded.recorded_ideal_hit_rate_pages > 0
     assert recorded.pages_that_could_hit == recorded.pages_device
+    steps = between_ideals(recorded, asked=found.pages_asked, hit=found.ideal_pages_hit)
+    assert ("left by answers", 0, recorded.pages_of_answers) in steps
 
 
 def test_a_log_that_cannot_be_written_costs_nothing_else(tmp_path: Path) -> None:

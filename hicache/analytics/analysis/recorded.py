@@ -6,7 +6,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from hicache.analytics.formats.accesslog import Outcome
-    from hicache.analytics.trace import TraceRequest
+    from hicache.analytics.trace import Ids, TraceRequest
     from hicache.runtime.accesslog.format import Head
 
-__all__ = ["DEFINITIONS", "Recorded", "Tally"]
+__all__ = ["DEFINITIONS", "OF_PROMPTS", "Recorded", "Tally", "between_ideals", "signed"]
 
 DEFINITIONS: Final = {
     "recorded_hit_rate_pages": "pages that requests really got from a tier / pages that they might have taken, over "
@@ -30,8 +30,83 @@ DEFINITIONS: Final = {
     "recorded_hit_rate_tokens": "tokens of the pages that they got / all prompt tokens",
     "recorded_hit_rate_requests": "mean over requests that asked for pages of each one's own page rate",
     "recorded_ideal_hit_rate_pages": "pages that a cache that forgets nothing could have given / the same pages asked: "
-    "those that an earlier request of the log has left in the cache, answers too, and those that were really got",
+    "those that an earlier request of the log has left in the cache, answers too, and those that were really got; "
+    "ideal_hit_rate_pages is of prompts alone, over all their whole pages: pages_asked - recorded.pages_asked = "
+    "pages_not_asked, and pages_that_could_hit = ideal_pages_hit - pages_not_asked_known + pages_of_answers - "
+    "pages_not_kept + pages_hit_unknown",
 }
+
+OF_PROMPTS: Final = "of prompts alone, over all their whole pages"
+"""What the ideal of `analyze` is of, and with it the curve."""
+
+
+class Ideals(Protocol):
+    """What `Recorded` has, or a document of it."""
+
+    @property
+    def pages_asked(self) -> int:
+        """See `Recorded`, as for all."""
+        ...
+
+    @property
+    def pages_that_could_hit(self) -> int:
+        """Of these."""
+        ...
+
+    @property
+    def pages_not_asked(self) -> int:
+        """Whole pages of the prompts."""
+        ...
+
+    @property
+    def pages_not_asked_known(self) -> int:
+        """Of these."""
+        ...
+
+    @property
+    def pages_of_answers(self) -> int:
+        """Known by answers only."""
+        ...
+
+    @property
+    def pages_not_kept(self) -> int:
+        """Known by prompts only."""
+        ...
+
+    @property
+    def pages_hit_unknown(self) -> int:
+        """Known by neither."""
+        ...
+
+
+def between_ideals(recorded: Ideals, *, asked: int, hit: int) -> tuple[tuple[str, int, int], ...]:
+    """From the ideal of prompts alone to that of the log: what, pages asked, pages hit; the last row is the sum.
+
+    Args:
+        recorded: of the log.
+        asked: whole pages of the prompts.
+        hit: of these, those that an earlier prompt had.
+
+    Returns:
+        No rows where that is of other requests too, or where an older document does not tell.
+    """
+    steps = (
+        ("not asked, as a prompt's last token is computed in any case", -recorded.pages_not_asked,
+         -recorded.pages_not_asked_known),
+        ("left by answers", 0, recorded.pages_of_answers),
+        ("of earlier prompts whose requests did not leave them", 0, -recorded.pages_not_kept),
+        ("got, though no request of the log had left them", 0, recorded.pages_hit_unknown),
+    )  # fmt: skip
+    first = (OF_PROMPTS, asked, hit)
+    last = ("of the log's requests, had nothing been forgotten", recorded.pages_asked, recorded.pages_that_could_hit)
+    if any(sum(row[at] for row in (first, *steps)) != last[at] for at in (1, 2)):
+        return ()
+    return (first, *(step for step in steps if any(step[1:])), last)
+
+
+def signed(pages: int) -> str:
+    """What a step adds; nothing where that is none."""
+    return f"{pages:+,}" if pages else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +121,10 @@ class Recorded:
         recorded_hit_rate_pages, recorded_hit_rate_tokens, recorded_hit_rate_requests: see `DEFINITIONS`.
         recorded_ideal_hit_rate_pages: see there.
         pages_that_could_hit: its numerator.
+        pages_not_asked, pages_not_asked_known: whole pages of the prompts that are not asked, as the prompt's last
+            token is computed in any case; of these, those that an earlier prompt of the log had.
+        pages_of_answers: pages that could be hit as an earlier request's answer has left them, and no prompt.
+        pages_not_kept: pages of those asked that an earlier prompt had, and that its request has not left in the cache.
         pages_hit_unknown: pages that were got although no request of the log has left them: they are from before it, of
             other writers of a shared store, or of requests that are not in it.
         load_seconds, request_seconds: distributions, from a request's begin to the end of its load, and of itself.
@@ -71,6 +150,10 @@ class Recorded:
     recorded_hit_rate_requests: float
     recorded_ideal_hit_rate_pages: float
     pages_that_could_hit: int
+    pages_not_asked: int
+    pages_not_asked_known: int
+    pages_of_answers: int
+    pages_not_kept: int
     pages_hit_unknown: int
     load_seconds: Spread
     request_seconds: Spread
@@ -88,6 +171,31 @@ class Recorded:
         return {name: value.document() if isinstance(value, Spread) else value for name, value in found.items()}
 
 
+class _Seen:
+    """Pages that were there before, by their ids."""
+
+    def __init__(self) -> None:
+        self._pages = np.zeros(1024, np.bool_)
+
+    def leading(self, ids: Ids) -> int:
+        """How many of the first ones are known."""
+        self._reach(ids)
+        known = self._pages[ids]
+        return len(known) if known.all() else int(known.argmin())
+
+    def add(self, ids: Ids) -> None:
+        """They are known from now on."""
+        self._reach(ids)
+        self._pages[ids] = True
+
+    def _reach(self, ids: Ids) -> None:
+        top = int(ids.max(initial=0))
+        if top >= len(self._pages):
+            more = np.zeros(max(top + 1, 2 * len(self._pages)), np.bool_)
+            more[: len(self._pages)] = self._pages
+            self._pages = more
+
+
 class Tally:
     """Counts what passes by."""
 
@@ -97,7 +205,7 @@ class Tally:
         self._rates = self._asking = 0.0
         self._loads, self._seconds = array("d"), array("d")
         self._heads: dict[str, Head] = {}
-        self._seen = np.zeros(1024, np.bool_)
+        self._left, self._prompts = _Seen(), _Seen()
 
     def watch(self, requests: Iterable[TraceRequest]) -> Iterator[TraceRequest]:
         """The same requests; those of which is known what became of them are counted."""
@@ -120,9 +228,7 @@ class Tally:
         if outcome.asked:
             self._rates += hits / outcome.asked
             self._asking += 1
-        known = self._known(outcome)
-        sums["could"] += max(known, hits)
-        sums["unknown"] += max(0, hits - known)
+        self._add_ideals(request, outcome)
         self._seconds.append(outcome.seconds)
         if outcome.load is not None:
             self._loads.append(outcome.load)
@@ -130,18 +236,19 @@ class Tally:
         if head is None or head.requests <= outcome.head.requests:
             self._heads[outcome.head.boot] = outcome.head
 
-    def _known(self, outcome: Outcome) -> int:
-        """Leading pages of those asked that an earlier request has left; its own count from now on."""
-        ids = outcome.ids
-        if not len(ids):
-            return 0
-        top = int(ids.max())
-        if top >= len(self._seen):
-            self._seen = np.concatenate((self._seen, np.zeros(max(top + 1, 2 * len(self._seen)), np.bool_)))
-        asked = self._seen[ids[: outcome.asked]]
-        known = len(asked) if asked.all() else int(asked.argmin())
-        self._seen[ids[: outcome.kept]] = True
-        return known
+    def _add_ideals(self, request: TraceRequest, outcome: Outcome) -> None:
+        """What could have been hit: of what requests have left, and of prompts alone, where the two differ."""
+        sums, hits, asked = self._sums, outcome.hits, outcome.asked
+        known = self._left.leading(outcome.ids[:asked])
+        alone = self._prompts.leading(request.ids)
+        self._left.add(outcome.ids[: outcome.kept])
+        self._prompts.add(request.ids)
+        sums["could"] += max(known, hits)
+        sums["not_asked"] += len(request.ids) - asked
+        sums["not_asked_known"] += max(0, alone - asked)
+        sums["answers"] += max(0, known - alone)
+        sums["not_kept"] += max(0, min(alone, asked) - known)
+        sums["unknown"] += max(0, hits - known)
 
     def result(self, *, gone: int = 0) -> Recorded | None:
         """What was counted; None where nothing was. `gone` is what the files lack."""
@@ -166,6 +273,10 @@ class Tally:
             recorded_hit_rate_requests=rate(self._rates, self._asking),
             recorded_ideal_hit_rate_pages=rate(sums["could"], sums["asked"]),
             pages_that_could_hit=sums["could"],
+            pages_not_asked=sums["not_asked"],
+            pages_not_asked_known=sums["not_asked_known"],
+            pages_of_answers=sums["answers"],
+            pages_not_kept=sums["not_kept"],
             pages_hit_unknown=sums["unknown"],
             load_seconds=spread(self._loads),
             request_seconds=spread(self._seconds),

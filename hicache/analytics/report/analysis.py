@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final
 
+from hicache.analytics.analysis.recorded import OF_PROMPTS
 from hicache.analytics.report.content import Axis, LinePlot, Mark, Section, Series, Table
 from hicache.analytics.report.prompts import prefixes, requests, sessions
 from hicache.analytics.report.recorded import recorded_sections
@@ -58,7 +59,7 @@ def _asked(documents: Documents) -> Section:
     plot = asked_as_sum("ideal-sum", "Pages asked: seen before, or new", "pages asked", counts)
     text = (
         "The ideal is an unlimited cache: it misses only pages that nobody had asked for before (cold). No size and no "
-        "policy hits more.",
+        "policy hits more." + (f" It is {OF_PROMPTS}." if any(each.recorded is not None for each in documents) else ""),
     )
     return Section("ideal", "What could hit", text, (plot,), (rates, *_each(documents)))
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from hicache.analytics.analysis.knee import WORTH_DOUBLING
+from hicache.analytics.analysis.recorded import OF_PROMPTS
 from hicache.analytics.report.content import Answer
 from hicache.analytics.report.recorded import misses as recorded_misses
 from hicache.analytics.report.recorded import tiers as recorded_tiers
@@ -175,7 +176,10 @@ def _of_log(document: AnalysisDocument, log: Recorded) -> _Answers:
     )
     ideal = _Told(
         share(log.pages_that_could_hit, asked),
-        ("What a cache that forgets nothing would have hit of the pages asked.",),
+        (
+            "What a cache that forgets nothing would have hit of the pages asked.",
+            f"The curve has another ideal, {OF_PROMPTS}: {share(document.ideal_pages_hit, document.pages_asked)}.",
+        ),
     )
     if not any(size for reason, size in missed.items() if reason not in NOT_A_GAP):
         nothing = "It hit all that a cache can, so no other cache would hit more."

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from hicache.analytics.report.content import Axis, Section
+from hicache.analytics.analysis.recorded import between_ideals, signed
+from hicache.analytics.report.content import Axis, Section, Table
 from hicache.analytics.report.shapes import asked_as_sum, cumulative, labelled, letters, side_by_side
 from hicache.analytics.report.simulation import gap_plot
 from hicache.analytics.report.trace_documents import AnalysisDocument, Recorded
@@ -25,11 +26,12 @@ def misses(recorded: Recorded) -> dict[str, int]:
 
 def recorded_sections(documents: Sequence[AnalysisDocument]) -> Iterator[Section]:
     """What really happened, of the sources that tell it."""
-    known = [
-        (name, each.recorded)
+    logs = [
+        (name, each, each.recorded)
         for name, each in zip(letters(documents), documents, strict=True)
         if each.recorded is not None
     ]
+    known = [(name, each) for name, _, each in logs]
     if not known:
         return
     named = [(name, tiers(each), misses(each)) for name, each in known]
@@ -69,4 +71,21 @@ def recorded_sections(documents: Sequence[AnalysisDocument]) -> Iterator[Section
         gap_plot("recorded-gap", "pages asked", named),
         *((times,) if times.series else ()),
     )
-    yield Section("recorded", "What really happened", (), plots, (table,))
+    ideals = (_ideals(name, document, each) for name, document, each in logs)
+    yield Section("recorded", "What really happened", (), plots, (table, *(each for each in ideals if each.rows)))
+
+
+def _ideals(name: str, document: AnalysisDocument, log: Recorded) -> Table:
+    """Why the ideal of the log is another one than that of prompts alone."""
+    rows = between_ideals(log, asked=document.pages_asked, hit=document.ideal_pages_hit)
+    return Table(
+        labelled(name, "The two ideals, and what is between them; the curve is of the first"),
+        ("pages", "asked", "hit", "hit / asked"),
+        tuple(
+            (what, count(asked), count(hit), share(hit, asked))
+            if at in (0, len(rows) - 1)
+            else (what, signed(asked), signed(hit), "")
+            for at, (what, asked, hit) in enumerate(rows)
+        ),
+        total=True,
+    )

@@ -129,6 +129,11 @@ class Recorded(msgspec.Struct, frozen=True):
     requests_dropped: Count
     sample: Share
     requests_gone: Count = 0
+    pages_not_asked: int = 0
+    pages_not_asked_known: Count = 0
+    pages_of_answers: Count = 0
+    pages_not_kept: Count = 0
+    pages_hit_unknown: Count = 0
 
     def __post_init__(self) -> None:
         told = self.pages_device + self.pages_host + self.pages_storage + sum(self.misses_by_reason.values())

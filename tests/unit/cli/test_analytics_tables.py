@@ -18,6 +18,8 @@ from hicache.analytics.simulate.settings import SimulationSettings
 from hicache.analytics.traces import open_trace
 from hicache.cli.analyze_tables import tables
 from hicache.cli.sweep import table
+from hicache.core.reasons import RequestCounts
+from hicache.records import MissReason
 from hicache.runtime.accesslog.settings import AccessLog
 from hicache.runtime.accesslog.writer import AccessLogWriter
 from hicache.testing.accesslog import ended
@@ -95,3 +97,24 @@ def test_a_log_without_a_gap_advises_nothing(recorded_log: Path) -> None:
     lost = document["recorded"] | {"misses_by_reason": {"cold": 2, "evicted": 3}, "pages_host": 5, "pages_missed": 5}
     answers = build([Source("it", {"analyze": document | {"recorded": lost}})]).answers
     assert ("nothing",) not in [answer.figures for answer in answers[2:]]
+
+
+def test_two_ideals_say_what_is_between_them(tmp_path: Path) -> None:
+    """Of an access log: `analyze` and `report` show both, what each is of, and every step from one to the other."""
+    log = AccessLogWriter(AccessLog(tmp_path), now=lambda: 0.0, wall=lambda: 1.5e9, background=False)
+    for number in range(3):
+        counts = RequestCounts(1, host=1) if number else RequestCounts(1, missed={MissReason.COLD: 1})
+        log.note(ended(1, 2, at=float(number))._replace(tokens=32, counts=counts))
+    log.close()
+    analysis = analyze(open_trace([tmp_path]), AnalyzeOptions())
+    shown = {table.title: table for table in tables(analysis, token_bytes=None)}
+    assert "what an unlimited cache hits, of prompts alone, over all their whole pages" in shown
+    ideals = shown["the two ideals, and what is between them; the curve is of the first"]
+    assert [row[1:] for row in ideals.rows] == [("6", "4", "0.6667"), ("-3", "-2", ""), ("3", "2", "0.6667")]
+    page = build([Source("it", {"analyze": analysis.document()})])
+    [table] = [table for section in page.sections for table in section.tables if "two ideals" in table.caption]
+    assert [row[:3] for row in table.rows] == [tuple(row[:3]) for row in ideals.rows]
+    assert "of prompts alone, over all their whole pages: 66.67 %" in page.answers[1].text[1]
+    old = {name: value for name, value in analysis.document()["recorded"].items() if not name.startswith("pages_not_")}
+    page = build([Source("it", {"analyze": analysis.document() | {"recorded": old}})])
+    assert not [table for section in page.sections for table in section.tables if "two ideals" in table.caption]

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from hicache.analytics.analysis.recorded import Recorded, Tally
+from hicache.analytics.analysis.recorded import Recorded, Tally, between_ideals
 from hicache.analytics.analysis.report import AnalyzeOptions, analyze
 from hicache.analytics.formats import accesslog
 from hicache.analytics.formats.accesslog import AccessLogReader
@@ -333,6 +333,31 @@ def test_rates_as_they_were_beside_the_ideal(tmp_path: Path) -> None:
     assert found.recorded_hit_rate_requests == pytest.approx((0 + 3 / 5 + 1) / 3)
     assert (found.requests, found.aborted) == (3, 1)
     assert found.load_seconds.count == found.request_seconds.count == 3
+
+
+@pytest.mark.case("STAT-5")
+def test_what_is_between_the_two_ideals(tmp_path: Path) -> None:
+    """From that of prompts alone to that of the log: answers, what was not kept, not asked, or of others."""
+    grown = Prompt(page_hashes(1, 2, 3, 4), 32, SymbolsAreHashes(32))
+    whole = ended(1, 2, at=5.0)._replace(tokens=32, counts=RequestCounts(1, device=1))  # its last token is computed
+    requests = (
+        ended(1, 2, at=0.0)._replace(prompt=grown, output=35, kept=4),
+        ended(1, 2, 3, 4, 5, at=1.0, hits=3),
+        ended(8, 9, at=2.0, hits=2),
+        ended(20, 21, at=3.0)._replace(kept=0),
+        ended(20, 21, at=4.0),
+        whole,
+    )
+    recorded = tallied(tmp_path, *requests)
+    found = analyze(open_trace([tmp_path]), AnalyzeOptions())
+    assert found.recorded == recorded
+    rows = between_ideals(recorded, asked=found.pages_asked, hit=found.ideal_pages_hit)
+    assert [row[1:] for row in rows] == [(15, 6), (-1, -1), (0, 2), (0, -2), (0, 2), (14, 7)]
+    assert "answers" in rows[2][0]
+    assert between_ideals(recorded, asked=found.pages_asked + 1, hit=found.ideal_pages_hit) == ()
+    whole_of_it = found.document()
+    assert whole_of_it["recorded"]["pages_of_answers"] == whole_of_it["recorded"]["pages_not_kept"] == 2
+    assert "pages_of_answers" in whole_of_it["definitions"]["recorded_ideal_hit_rate_pages"]
 
 
 def test_other_namespaces_and_generations_share_nothing(tmp_path: Path) -> None:
