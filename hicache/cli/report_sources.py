@@ -149,7 +149,7 @@ class Reader:
                 result = Simulation(columns, points[0]).run(stopped=self._stopped, progress=show)
                 self.problems += result.problems
                 self.interrupted |= result.interrupted
-                return {"simulate": result.document() | {"advice": list(advice(result))}}
+                return {"simulate": result.document() | {"advice": list(advice(result, columns))}}
             results = sweep(columns, points, jobs=self._jobs, stopped=self._stopped, progress=show)
         self.problems += [problem for result in results for problem in result.problems]
         told = list(recommend(results))

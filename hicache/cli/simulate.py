@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
     settings = SimulationSettings(**{name: value for name, (value,) in choices.items()}, costs=costs)
     with stop_on_interrupt() as stop, progress("simulate") as show:
         result = Simulation(columns, settings).run(stopped=stop.is_set, progress=show)
-    told = list(advice(result))
+    told = list(advice(result, columns))
     if options.json:
         print_json(result.document() | {"advice": told})
     else:

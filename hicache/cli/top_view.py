@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from hicache.analytics.analysis.knee import UNTOLD
 from hicache.cli.output import Table
 from hicache.units import format_size
 
@@ -23,8 +24,6 @@ _EDGES: Final = {
     "bytes_device_to_host": "device to host",
     "bytes_host_to_device": "host to device",
 }
-_UNTOLD: Final = 0.5
-"""Error of a hit rate from which on it tells nothing."""
 
 _TIERS: Final = ("device", "host", "storage")
 _DIGITS: Final = 6
@@ -370,7 +369,7 @@ def _ideal(pages: Document) -> str:
 def _estimate(rate: float | None, bound: float | None) -> str:
     if rate is None:
         return "-"
-    if bound is not None and bound >= _UNTOLD:
+    if bound is not None and bound >= UNTOLD:
         return "?"  # a figure would look like one
     return f"{100 * rate:.1f} %" + (f" ±{100 * bound:.1f}" if bound else "")
 

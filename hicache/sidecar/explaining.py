@@ -13,7 +13,7 @@ import numpy as np
 
 from hicache.analytics.explain.manifests import Secrets, differences
 from hicache.analytics.explain.records import Cause, Explanation, Other, nearest_first
-from hicache.analytics.explain.words import page_tail, words_of
+from hicache.analytics.explain.words import larger_tiers, page_tail, words_of
 from hicache.core.identity import DerivedNamespace, can_cache
 from hicache.core.partition import plan_shards
 from hicache.core.symbols import symbols
@@ -89,6 +89,8 @@ class _Explainer:
         reached, left = self._worth(seen.match.host, usable)
         others = await self._others(usable)
         causes = (*left, *self._causes(seen, usable, others), *page_tail(len(self._tokens) // 4, size))
+        if any(cause.reason is MissReason.EVICTED for cause in causes):
+            self._notes += larger_tiers(pool.cache.insight().what_if, pool.page_bytes)
         self._notes += pool.cache.statistics().degraded
         return Explanation(
             model=pool.namespace.model,

@@ -15,6 +15,7 @@ import pytest
 from numpy.typing import NDArray
 
 import hicache
+from hicache.analytics.analysis.larger import by_estimates
 from hicache.analytics.explain.records import Cause, Explanation
 from hicache.config import Policies
 from hicache.errors import InvalidInput, NotFound, PermissionDenied
@@ -174,6 +175,28 @@ def test_an_evicted_prompt() -> None:
             assert (cause.reason, cause.first_page, cause.end_page) == (MissReason.EVICTED, 3, 6)
             assert cause.seconds_ago is not None
             assert 0 <= cause.seconds_ago < 60
+
+    run(test)
+
+
+def test_a_larger_tier_that_would_have_kept_it_is_named_with_what_it_hits() -> None:
+    """By the pool's own estimate; not where nothing was evicted."""
+
+    async def test() -> None:
+        async with running(size=8 * PAGE_BYTES) as (service, _):
+            client = await Client.attach(service)
+            for number in range(10):
+                await client.store(prompt(6) if number % 2 else prompt(5, 1))
+            found = await explained(service, prompt(5, 1))
+            assert MissReason.EVICTED in {cause.reason for cause in found.causes}
+            (pool,) = service.pools
+            (ghost,) = pool.cache.insight().what_if
+            size = by_estimates(ghost.points)
+            assert size is not None
+            assert (size.pages_now, size.pages) == (8, 16)
+            assert f"a larger host would evict less: {size.told(pool.page_bytes)} since the start" in found.notes
+            there = await explained(service, prompt(6))
+            assert (there.causes, [note for note in there.notes if "larger" in note]) == ((), [])
 
     run(test)
 

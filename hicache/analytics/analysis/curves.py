@@ -15,12 +15,15 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from hicache.analytics.analysis.columns import Columns, Floats
+from hicache.analytics.analysis.columns import Columns, Floats, Ints
 from hicache.analytics.analysis.distances import Uses, stack_distances
 from hicache.analytics.result import rate
 
 DEVIATIONS: Final = 4.0
 """Standard deviations that a bound of an error has: it is passed about once in 16,000 times."""
+
+EXACT_REFERENCES: Final = 20_000_000
+"""Pages asked up to which a curve is exact unless told otherwise: about a minute's work."""
 
 LEAST_SAMPLE: Final = 50
 """Sampled pages with reuse below which nothing is claimed of those that are not in the sample."""
@@ -91,7 +94,7 @@ def sizes_of_interest(columns: Columns, most: int = 20) -> list[int]:
 def exact_curve(columns: Columns, uses: Uses, sizes: list[int]) -> Curve:
     """The curve from all references."""
     again = uses.last >= 0
-    distances = stack_distances(uses, again, np.ones(columns.references, np.bool_))
+    distances = _all_distances(columns, uses)
     order = np.argsort(distances, kind="stable")
     distances = distances[order]
     tokens = np.concatenate(([0], np.cumsum(columns.tokens[again][order])))
@@ -101,6 +104,15 @@ def exact_curve(columns: Columns, uses: Uses, sizes: list[int]) -> Curve:
         _point(size, int(hit), asked, int(tokens[hit]), all_tokens) for size, hit in zip(sizes, hits, strict=True)
     ]
     return Curve("exact", 1.0, columns.references, tuple(points), distances.astype(np.float64), np.ones(len(distances)))
+
+
+def exact_distances(columns: Columns) -> Ints:
+    """Distances of all references that were used before, in pages, ascending."""
+    return np.sort(_all_distances(columns, Uses(columns)))
+
+
+def _all_distances(columns: Columns, uses: Uses) -> Ints:
+    return stack_distances(uses, uses.last >= 0, np.ones(columns.references, np.bool_))
 
 
 def sampled_curve(columns: Columns, uses: Uses, sizes: list[int], *, share: float, seed: int = 0) -> Curve:

@@ -12,6 +12,9 @@ WORTH_DOUBLING: Final = 0.01
 NEAR_IDEAL: Final = 0.001
 """Hit rate below the ideal within which a size is said to reach it: a tenth of a point."""
 
+UNTOLD: Final = 0.5
+"""Error of an estimated hit rate from which on it tells nothing."""
+
 
 def enough(gains: Sequence[float], ideal: float) -> int | None:
     """Index of the smallest size that reaches the ideal; None where none does.

@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 
 from hicache.analytics.analysis.columns import Columns, read_columns
-from hicache.analytics.analysis.curves import Curve, exact_curve, sampled_curve, sizes_of_interest
+from hicache.analytics.analysis.curves import EXACT_REFERENCES, Curve, exact_curve, sampled_curve, sizes_of_interest
 from hicache.analytics.analysis.distances import Uses
 from hicache.analytics.analysis.ideal import (
     PAGE_SIZES,
@@ -32,8 +32,6 @@ from hicache.analytics.analysis.turns import SessionSummary, sessions_of
 from hicache.analytics.result import rate
 from hicache.analytics.traces import Trace
 
-EXACT_REFERENCES: Final = 20_000_000
-"""Pages asked up to which a curve is exact unless told otherwise: about a minute's work."""
 SAMPLED_REFERENCES: Final = 5_000_000
 """About how many pages asked a sample has where the rate is chosen here."""
 

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
+from hicache.analytics.analysis.knee import WORTH_DOUBLING
+from hicache.analytics.analysis.larger import by_estimates
 from hicache.analytics.explain.records import Cause, Other
 from hicache.records import MissReason
 
-__all__ = ["page_tail", "words_of"]
+if TYPE_CHECKING:
+    from hicache.core.whatif import WhatIfStatistics
+
+__all__ = ["larger_tiers", "page_tail", "words_of"]
 
 _WORDS = {
     MissReason.COLD: "never seen here, or so long ago that nobody remembers",
@@ -35,6 +41,19 @@ def words_of(reason: MissReason, *, others: Sequence[Other] = (), differs_at: in
             "goes on differently"
         )
     return _WORDS[reason]
+
+
+def larger_tiers(what_if: Sequence[WhatIfStatistics], page_bytes: int) -> Iterator[str]:
+    """What larger tiers would hit, of those that would hit a point more than they do, for prompts that were evicted.
+
+    Args:
+        what_if: what a service estimates of its tiers, of all requests since its start.
+        page_bytes: of a page.
+    """
+    for ghost in what_if:
+        found = by_estimates(ghost.points)
+        if found is not None and found.gain >= WORTH_DOUBLING:
+            yield f"a larger {ghost.tier} would evict less: {found.told(page_bytes)} since the start"
 
 
 def page_tail(tokens: int, page_size: int) -> Iterator[Cause]:

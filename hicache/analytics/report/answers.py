@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from hicache.analytics.analysis.knee import WORTH_DOUBLING
+from hicache.analytics.analysis.larger import by_estimates
 from hicache.analytics.analysis.recorded import OF_PROMPTS
 from hicache.analytics.report.content import Answer
 from hicache.analytics.report.recorded import misses as recorded_misses
 from hicache.analytics.report.recorded import tiers as recorded_tiers
-from hicache.analytics.report.service import UNTOLD, total
-from hicache.analytics.report.service_documents import Ghost, ServiceDocument
+from hicache.analytics.report.service import total
+from hicache.analytics.report.service_documents import ServiceDocument
 from hicache.analytics.report.service_state import pool_name
 from hicache.analytics.report.shapes import labelled, letters
 from hicache.analytics.report.simulation import NOT_A_GAP, page_misses, tier_hits
@@ -155,7 +156,7 @@ def _help_of_trace(document: AnalysisDocument) -> _Told:
     knee = document.knee_pages
     lines = ["No doubling of the memory adds a point."]
     if knee is not None:
-        lines = [f"Memory for {count(knee)} pages: the last doubling up to there still adds a point of hit rate."]
+        lines = [f"Memory for {count(knee)} pages{_hit_at(document, knee)}: beyond it no doubling adds a point."]
     hottest = document.tree.hottest[:3]
     lines.append(
         f"The {len(hottest)} hottest prefixes make {percent(sum(each.share_of_hits for each in hottest), 1)} of all "
@@ -163,6 +164,17 @@ def _help_of_trace(document: AnalysisDocument) -> _Told:
     )
     lines.append("With sizes of tiers (--device, --host, --storage) this report says what they would hit.")
     return _Told(f"{count(knee)} pages" if knee is not None else "little", tuple(lines))
+
+
+def _hit_at(document: AnalysisDocument, pages: int) -> str:
+    """What the curve says of a size, where it has that size."""
+    points = document.miss_ratio_curve.points
+    low, at = points[0], next((point for point in points if point.pages == pages), None)
+    if at is None:
+        return ""
+    bound = f" ± {100 * at.error_bound:.2f}" if at.error_bound else ""
+    instead = f", {count(low.pages)} pages {percent(low.hit_rate_pages)}" if low.pages < pages else ""
+    return f" hits {100 * at.hit_rate_pages:.2f}{bound} % of the pages asked{instead}"
 
 
 def _of_log(document: AnalysisDocument, log: Recorded) -> _Answers:
@@ -276,32 +288,9 @@ def _gains(document: ServiceDocument) -> Iterator[tuple[float, str]]:
     """The largest gain of each tier by its size, beyond what the estimate may be wrong."""
     for pool in document.pools:
         for ghost in pool.what_if:
-            found = _gain(ghost)
+            found = by_estimates(ghost.points)
             if found is not None:
-                yield found[0], f"{found[1]} ({pool_name(pool)})"
-
-
-def _gain(ghost: Ghost) -> tuple[float, str] | None:
-    points = [
-        (point, point.hit_rate)
-        for point in ghost.points
-        if point.hit_rate is not None and (point.error_bound or 0) < UNTOLD
-    ]
-    own = next((rate for point, rate in points if point.factor == 1), None)
-    larger = [
-        (rate - own - (point.error_bound or 0), point, rate)
-        for point, rate in points
-        if own is not None and point.factor > 1
-    ]
-    if own is None or not larger:
-        return None
-    most = max(gain for gain, _, _ in larger)
-    # The smallest size that is about as good as the largest.
-    gain, point, rate = next(each for each in larger if most - each[0] < WORTH_DOUBLING)
-    return gain, (
-        f"{visible(ghost.tier, 20)} {point.factor:g} times as large would hit {percent(rate, 1)} of the pages asked "
-        f"instead of {percent(own, 1)}"
-    )
+                yield found.gain, f"{visible(ghost.tier, 20)} {found.told(pool.page_bytes)} ({pool_name(pool)})"
 
 
 # ---- all

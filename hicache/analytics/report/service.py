@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Final
 
+from hicache.analytics.analysis.knee import UNTOLD
 from hicache.analytics.report.content import Axis, Bar, BarPlot, LinePlot, Mark, Part, Plot, Section, Series, Table
 from hicache.analytics.report.service_documents import Counts, Ghost, Pool, ServiceDocument
 from hicache.analytics.report.service_state import MOST_POOLS, pools_of, tiers, work
@@ -14,12 +15,9 @@ from hicache.analytics.report.simulation import gap_plot
 from hicache.analytics.report.words import count, percent, share, visible
 from hicache.units import format_size
 
-__all__ = ["UNTOLD", "service_sections", "total"]
+__all__ = ["service_sections", "total"]
 
 Documents = Sequence[ServiceDocument]
-
-UNTOLD: Final = 0.5
-"""Error of an estimated hit rate from which on it tells nothing."""
 
 _MOST_PREFIXES: Final = 15
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, Protocol, TypeVar
 
+from hicache.analytics.analysis.columns import Columns
 from hicache.analytics.analysis.knee import WORTH_DOUBLING, knee
 from hicache.analytics.result import rate
 from hicache.analytics.simulate.flight import OTHER_INSTANCE
 from hicache.analytics.simulate.losses import BUSY, Cause, busy_writing, cause_of_losses, too_small
 from hicache.analytics.simulate.result import SimulationResult
 from hicache.analytics.simulate.settings import SimulationSettings
+from hicache.analytics.simulate.worth import larger
 from hicache.records import MissReason
 from hicache.runtime.executor import COPY_QUEUE_FULL
 from hicache.runtime.storage_io import PREFETCH_REFUSED, QUEUE_FULL
@@ -54,8 +56,14 @@ class Point(Protocol):
 P = TypeVar("P", bound=Point)
 
 
-def advice(result: SimulationResult) -> Iterator[str]:
-    """What would help one simulated cache, the largest reason first."""
+def advice(result: SimulationResult, columns: Columns | None = None) -> Iterator[str]:
+    """What would help one simulated cache, the largest reason first.
+
+    Args:
+        result: of the simulation.
+        columns: the trace that was simulated, from which it is told to which size a tier is worth enlarging, and what
+            that hits, where `larger` tells; None: it is not told.
+    """
     asked = result.pages_asked
     if not asked:
         yield "Nothing was asked, so nothing can be said."
@@ -64,7 +72,7 @@ def advice(result: SimulationResult) -> Iterator[str]:
     for pages, reason in found:
         share = rate(pages, asked)
         if share >= WORTH_SAYING:
-            yield f"{100 * share:.1f} % of the pages asked were missed as {reason}: {_remedy(reason, result)}."
+            yield f"{100 * share:.1f} % of the pages asked were missed as {reason}: {_remedy(reason, result, columns)}."
     yield from _turned_away(result)
     admits = result.settings.admission or 1
     if admits == 1 and result.pages_put and result.pages_put_never_read > MOSTLY * result.pages_put:
@@ -107,11 +115,17 @@ def _write_more(result: SimulationResult) -> str:
     return f"{link} or {bound}" if busy_writing(result) >= BUSY else f"{bound} or {link}"
 
 
-def _of_evicted(result: SimulationResult) -> str:
+def _of_evicted(result: SimulationResult, columns: Columns | None) -> str:
     cause = cause_of_losses(result)
     if cause is None:
         return "the tiers that had them did not bring them up"
     told = _cause_told(cause, result)
+    if columns is not None and (found := larger(result, columns)) is not None:
+        told += (
+            f", --{cause} {found.told(result.page_bytes)}"
+            if found.pages > found.pages_now
+            else f", but no doubling of it adds {100 * WORTH_DOUBLING:g} point"
+        )
     if below := too_small(result, cause):
         told += f", with a larger --{below}, as that could not keep all of them"
     return told
@@ -147,11 +161,11 @@ def _of_failed(result: SimulationResult) -> str:
     return "storage did not give them: a faster --storage-read"
 
 
-def _remedy(reason: str, result: SimulationResult) -> str:
+def _remedy(reason: str, result: SimulationResult, columns: Columns | None) -> str:
     if reason == MissReason.COLD:
         return "as far as is remembered nobody had asked for them before, so no cache would have them"
     if reason == MissReason.EVICTED:
-        return _of_evicted(result)
+        return _of_evicted(result, columns)
     if reason == OTHER_INSTANCE:
         return "another instance held them: --routing prefix_aware or a storage that all share would find them"
     if reason == MissReason.LATE:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
 
-from hicache.analytics.analysis.columns import Columns, Ints
+from hicache.analytics.analysis.columns import ROOT, Columns, Ints
 from hicache.errors import ConfigError
 
 WIDTH: Final = 4  # bytes of a number that names a page
@@ -68,3 +69,27 @@ class PromptPages:
         if self._page_size is None:
             return self._columns.covered(pages)
         return pages * self._page_size
+
+    def cut(self) -> Columns:
+        """The trace in these pages, so that what is told of traces is told of what is simulated."""
+        if self._page_size is None:
+            return self._columns
+        columns, counts = self._columns, self.counts
+        start: Ints = np.concatenate(([0], np.cumsum(counts)))
+        owner = np.repeat(np.arange(columns.requests), counts)
+        index = np.arange(len(owner)) - start[owner]
+        # A page of several blocks is named by its last one, which stands for all before it.
+        block = columns.start[owner] + index // self._split * self._join + self._join - 1
+        names, page = np.unique(columns.page[block] * self._split + index % self._split, return_inverse=True)
+        depth, parent = np.empty(len(names), np.int64), np.full(len(names), ROOT)
+        depth[page] = index
+        parent[page[index > 0]] = page[np.flatnonzero(index > 0) - 1]
+        return replace(
+            columns,
+            unit=np.full(columns.requests, self.step),
+            start=start,
+            page=page,
+            owner=owner,
+            parent=parent,
+            depth=depth,
+        )

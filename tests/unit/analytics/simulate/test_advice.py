@@ -8,14 +8,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hicache.analytics.analysis.columns import Columns, read_columns
+from hicache.analytics.analysis.curves import exact_distances
+from hicache.analytics.analysis.larger import Larger
 from hicache.analytics.simulate.advice import advice
 from hicache.analytics.simulate.losses import Cause, cause_of_losses, too_small
+from hicache.analytics.simulate.pages import PromptPages
 from hicache.analytics.simulate.result import SimulationResult
 from hicache.analytics.simulate.run import Simulation
 from hicache.analytics.simulate.settings import Costs, SimulationSettings
+from hicache.analytics.simulate.worth import TRUSTED, WITHIN, larger
 from hicache.analytics.traces import open_trace
 
 TRACE = Path(__file__).parents[4] / "benchmarks" / "traces" / "conversation_1000.jsonl"
@@ -26,6 +31,12 @@ STEPS = 3
 @pytest.fixture(scope="module")
 def columns() -> Columns:
     return read_columns(itertools.islice(iter(open_trace([TRACE])), 200))
+
+
+@pytest.fixture(scope="module")
+def many() -> Columns:
+    """Requests of which more come again."""
+    return read_columns(itertools.islice(iter(open_trace([TRACE])), 500))
 
 
 def simulated(columns: Columns, settings: SimulationSettings) -> SimulationResult:
@@ -45,6 +56,19 @@ def followed(settings: SimulationSettings, cause: Cause, below: str) -> Simulati
     elif cause is Cause.ADMISSION:
         changed["admission"] = 1
     return replace(settings, **changed)
+
+
+def hits_what_is_named(columns: Columns, result: SimulationResult, size: Larger) -> None:
+    """The advice names a size and what it hits, and a simulation at this size hits that."""
+    cause = cause_of_losses(result)
+    assert cause is not None
+    [line] = [line for line in advice(result, columns) if "missed as evicted" in line]
+    assert f"--{cause} {size.told(result.page_bytes)}" in line
+    assert size.hit_rate_now == result.hit_rate_pages
+    assert size.gain > 0
+    now = simulated(columns, replace(result.settings, **{cause.value: size.pages}))
+    assert now.hit_rate_pages == pytest.approx(size.hit_rate, abs=WITHIN)
+    assert now.hit_rate_pages > result.hit_rate_pages
 
 
 def settings_of(chance: random.Random) -> SimulationSettings:
@@ -81,6 +105,8 @@ def test_advice_that_is_followed_helps(columns: Columns, seed: int) -> None:
     assert option in line
     for name in {f"--{size} " for size in SIZES if size not in (cause, below)}:
         assert f"a larger {name}" not in f"{line} "
+    if (size := larger(result, columns)) is not None:
+        hits_what_is_named(columns, result, size)
     for _ in range(STEPS):
         settings = followed(settings, cause, below)
         now = simulated(columns, settings)
@@ -117,3 +143,80 @@ def test_a_storage_that_is_full_is(columns: Columns) -> None:
 def test_nothing_lost_has_no_cause(columns: Columns) -> None:
     result = simulated(columns, SimulationSettings(device=None))
     assert (result.pages_lost, cause_of_losses(result)) == ({"device": 0, "host": 0, "storage": 0}, None)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        SimulationSettings(device=1000),
+        SimulationSettings(device=1000, host=3000),
+        SimulationSettings(device=300, host=3000, instant=True),
+        SimulationSettings(device=300, host=300, storage=500, instant=True),
+        SimulationSettings(device=2000, page_size=128),
+        SimulationSettings(device=500, page_size=1024, instant=True),
+    ],
+)
+def test_a_size_is_named_with_what_it_hits(many: Columns, settings: SimulationSettings) -> None:
+    result = simulated(many, settings)
+    size = larger(result, many)
+    assert size is not None
+    assert size.pages > size.pages_now
+    hits_what_is_named(many, result, size)
+
+
+@pytest.mark.parametrize("page_size", [None, 128, 512, 1024])
+def test_the_curve_is_of_the_pages_that_are_simulated(many: Columns, page_size: int | None) -> None:
+    """Where nothing takes time, one pool hits just what their distances say."""
+    pages = PromptPages(many, page_size).cut()
+    distances = exact_distances(pages)
+    for device in (int(pages.length.max()), 3000):
+        result = simulated(many, SimulationSettings(device=device, page_size=page_size, instant=True))
+        assert (result.pages_asked, result.requests_refused) == (pages.references, 0)
+        assert result.pages_device == np.searchsorted(distances, device)
+    above = np.where(pages.index > 0, np.roll(pages.page, 1), -1)
+    assert (pages.parent[pages.page] == above).all()
+    assert (pages.depth[pages.page] == pages.index).all()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        SimulationSettings(device=300, instances=2),
+        SimulationSettings(device=300, eviction="lfu"),
+        SimulationSettings(device=300, host=300, write_policy="write_back"),
+        SimulationSettings(device=300, host=300, admission=2),
+        SimulationSettings(device=300, host=300, storage=500, decide=True),
+    ],
+)
+def test_no_size_is_made_up(columns: Columns, settings: SimulationSettings) -> None:
+    """Where the tiers are not one LRU pool the curve says nothing of them."""
+    result = simulated(columns, settings)
+    assert cause_of_losses(result) is not None
+    assert larger(result, columns) is None
+    assert "->" not in "".join(advice(result, columns))
+
+
+def test_a_curve_that_does_not_tell_the_present_tells_nothing(columns: Columns) -> None:
+    """As where time and queues decide what is hit."""
+    result = simulated(columns, SimulationSettings(device=300))
+    assert larger(replace(result, hit_rate_pages=result.hit_rate_pages + TRUSTED / 2), columns) is not None
+    for off in (2 * TRUSTED, -2 * TRUSTED):
+        assert larger(replace(result, hit_rate_pages=result.hit_rate_pages + off), columns) is None
+
+
+def test_a_simulation_of_a_part_of_the_trace_names_no_size(columns: Columns) -> None:
+    stops = iter([False, True])
+    result = Simulation(columns, SimulationSettings(device=300)).run(stopped=lambda: next(stops))
+    assert result.requests < columns.requests
+    assert larger(result, columns) is None
+
+
+def test_more_memory_that_does_not_pay_is_said_to(columns: Columns) -> None:
+    """Pages are lost, and no doubling of the tier would hit a hundredth more of them."""
+    ideal = int(exact_distances(columns)[-1]) + 1
+    result = simulated(columns, SimulationSettings(device=ideal - 1))
+    assert result.misses_by_reason["evicted"] > 0
+    assert larger(result, columns) == Larger(ideal - 1, ideal - 1, result.hit_rate_pages, result.hit_rate_pages)
+    lost = replace(result, misses_by_reason=result.misses_by_reason | {"evicted": result.pages_asked // 10})
+    [line] = [line for line in advice(lost, columns) if "missed as evicted" in line]
+    assert line.endswith("a larger --device would keep them, but no doubling of it adds 1 point.")
