@@ -63,8 +63,11 @@ class Soak:
             service = _serve(address, folder)
             servers: list[Server] = []
             try:
-                servers.append(Server({"address": address, "deadline": 0.5}, folder / "ours.log", *FEW_BLOCKS))
-                servers.append(Server(None, folder / "control.log", *FEW_BLOCKS))
+                # A core each: on one, the engine that spins first would leave the other next to nothing.
+                ours, its = (sorted(os.sched_getaffinity(0)) * 2)[:2]
+                extra = {"address": address, "deadline": 0.5}
+                servers.append(Server(extra, folder / "ours.log", *FEW_BLOCKS, core=ours))
+                servers.append(Server(None, folder / "control.log", *FEW_BLOCKS, core=its))
                 self._end = time.monotonic() + self._seconds
                 users = [
                     threading.Thread(target=self._user, args=(server, name, user))

@@ -63,9 +63,9 @@ def test_two_ranks_write_what_one_reads_and_the_other_way_round(
 
 
 class Server:
-    """`vllm serve` on a free port of the loopback interface."""
+    """`vllm serve` on a free port of the loopback interface; `core` is the one that computes, where that matters."""
 
-    def __init__(self, extra: dict[str, Any] | None, log: Path, *options: str) -> None:
+    def __init__(self, extra: dict[str, Any] | None, log: Path, *options: str, core: int | None = None) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
@@ -76,6 +76,8 @@ class Server:
             command += ["--kv-transfer-config", json.dumps(transfer(extra))]
         command += options
         environment = os.environ | ENVIRONMENT | {"VLLM_SERVER_DEV_MODE": "1"}
+        if core is not None:
+            environment["VLLM_CPU_OMP_THREADS_BIND"] = str(core)
         self.log = log
         with log.open("wb") as output:
             self.process = subprocess.Popen(
