@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import prompt_of, settled
+from conftest import PATIENT, prompt_of, settled
 from vllm_engine import BLOCK, ENVIRONMENT, PAGE, TINY, Engine, transfer
 
 Engines = Callable[..., Engine]
@@ -131,7 +131,7 @@ class Server:
 
 @pytest.fixture
 def server(tmp_path: Path, storage: str) -> Iterator[Server]:
-    made = Server({"host": "64MiB", "storage": storage}, tmp_path / "server.log")
+    made = Server(PATIENT | {"host": "64MiB", "storage": storage}, tmp_path / "server.log")
     yield made
     made.stop()
 
