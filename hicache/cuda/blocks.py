@@ -8,6 +8,7 @@ another host, pages go through a pinned buffer here.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import weakref
 from collections.abc import Sequence
@@ -17,8 +18,10 @@ from typing import Any, Final, Protocol
 import numpy as np
 
 from hicache.cuda.driver import CudaDriver, CudaError, Stream
-from hicache.cuda.engine import CudaCopyEngine, CudaCopyStatistics, chosen
+from hicache.cuda.engine import CudaCopyEngine, CudaCopyStatistics
 from hicache.cuda.events import CudaEvent
+from hicache.cuda.hostside import chosen
+from hicache.cuda.kept import keep as keep_for_good
 from hicache.cuda.lanes import CudaCopy
 from hicache.cuda.options import DEFAULTS, CudaOptions
 from hicache.cuda.pinned import PinnedBuffer, rank_parts
@@ -132,6 +135,7 @@ class CudaBlocks:
         self._engines: weakref.WeakKeyDictionary[Any, CudaCopyEngine] = weakref.WeakKeyDictionary()
         self._buffers: dict[int, PinnedBuffer] = {}  # of each thread
         self._closed = False
+        self._process = os.getpid()
         self._executors = chosen(self._driver, options, pinned=options.pinned != "off")
 
     def _check(self, planes: Sequence[Sequence[BlockPlane]]) -> None:
@@ -226,17 +230,32 @@ class CudaBlocks:
         with self._lock:
             return [engine.statistics() for engine in self._engines.values()]
 
+    @property
+    def lost(self) -> str:
+        """Why nothing is copied any more, in words: the device has failed. Empty where all is well."""
+        with self._lock:
+            return next((engine.lost for engine in self._engines.values() if engine.lost), "")
+
     def close(self) -> None:
-        """Let copies end, unpin everything and let go of the tensors. Idempotent."""
+        """Let copies end, unpin everything and let go of the tensors. Idempotent.
+
+        What copies that have not ended may still touch is kept for as long as the process lives. In a forked child it
+        does nothing: all of it is the parent's.
+        """
+        if os.getpid() != self._process:
+            return
         with self._lock:
             self._closed = True
-            engines, buffers = list(self._engines.values()), list(self._buffers.values())
+            engines, buffers = dict(self._engines), list(self._buffers.values())
             self._engines.clear()
             self._buffers.clear()
-        for engine in engines:
-            engine.close(_CLOSE_SECONDS)
+        over = [_ended(key, engine) for key, engine in engines.items()]
         for buffer in buffers:
-            buffer.close()
+            if buffer not in engines or engines[buffer].over:
+                buffer.close()
+        if not all(over):
+            keep_for_good(self, "tensors of an engine, and what copies them")
+            return
         try:
             self._executors.close()
         except CudaError as error:  # the device is gone, and the memory with it
@@ -274,10 +293,18 @@ class CudaBlocks:
         """A memory is about to be unmapped."""
         with self._lock:
             engine = self._engines.pop(key, None)
-        if engine is not None:
-            engine.close(_CLOSE_SECONDS)
-        if isinstance(key, PinnedBuffer):
+        over = engine is None or _ended(key, engine)
+        if over and isinstance(key, PinnedBuffer):
             key.close()
+
+
+def _ended(key: Any, engine: CudaCopyEngine) -> bool:
+    """Close an engine. Whether no byte moves any more; else the memory stays mapped and pinned for good."""
+    engine.close(_CLOSE_SECONDS)
+    if not engine.over:
+        memory = key if isinstance(key, PinnedBuffer) else [one.rows for one in key.pages.memories]
+        keep_for_good((engine, memory), "pages that copies have not left")
+    return engine.over
 
 
 def good(copy: CudaCopy) -> int:

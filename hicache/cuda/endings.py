@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from hicache.cuda.driver import CudaError
 from hicache.cuda.lanes import Job, Step
 from hicache.memory.base import Slots
 from hicache.records import PageResult
@@ -27,6 +28,7 @@ class Endings:
     Args:
         device: number of the GPU, for messages.
         layers: of a page.
+        probe: a call that fails where the device has.
         release: called when no byte moves any more, once `closed` is set and in front of the last `done`: behind that
             the host's memory may be unmapped.
 
@@ -44,9 +46,10 @@ class Endings:
         when_stranded: called whenever a copy was.
     """
 
-    def __init__(self, device: int, *, layers: int, release: Callable[[], None]) -> None:
+    def __init__(self, device: int, *, layers: int, probe: Callable[[], object], release: Callable[[], None]) -> None:
         self._device = device
         self._layers = layers
+        self._probe = probe
         self._release = release
         self.changed = threading.Condition()
         self.in_flight = 0
@@ -71,6 +74,11 @@ class Endings:
             known, self.error = self.error, str(error)
         if known != str(error):
             _LOG.warning("copying %d pages failed: %s", pages, error)
+        if isinstance(error, CudaError) and not self.lost:
+            try:
+                self._probe()
+            except CudaError:
+                self._lose(error)
 
     def passed(self, step: Step, error: Exception | None, over: bool) -> None:
         """A step has passed; see `Lane`."""
@@ -83,7 +91,9 @@ class Endings:
                 for layer in range(*step.layers):
                     self.call(job.layer_done, layer)
         if not over:
-            self._lose(job, error)
+            with self.changed:
+                self.stranded[job] = None
+            self._lose(error)
         if step.last:
             (self._strand if job in self.stranded else self.settle)(job, job.results)
 
@@ -112,10 +122,9 @@ class Endings:
             with self.changed:
                 self.callback_errors += 1
 
-    def _lose(self, job: Job, error: Exception | None) -> None:
-        """The device tells nothing any more, of this copy's bytes neither."""
+    def _lose(self, error: Exception | None) -> None:
+        """The device has failed, and not only a call."""
         with self.changed:
-            self.stranded[job] = None
             known, self.lost = self.lost, self.lost or f"CUDA device {self._device} has failed ({error})"
         if not known:
             _LOG.error("%s: nothing is copied to it or from it until the process is started anew", self.lost)

@@ -103,7 +103,7 @@ class CudaCopyEngine(CopyEngine):
         self._driver = device.driver
         self._name = name
         self._process = os.getpid()
-        self._ends = Endings(device.device, layers=device.layers, release=self._release)
+        self._ends = Endings(device.device, layers=device.layers, probe=device.driver.memory, release=self._release)
         self._changed = self._ends.changed  # guards all below, too
         self._parked: dict[Job, None] = {}  # their event is none of CUDA's, and has not passed
         self._closing = False

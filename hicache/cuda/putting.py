@@ -113,6 +113,9 @@ class Putting:
         """After a step has failed: which of its pages do. The others are copied again, which does no harm."""
         failed = np.zeros(len(pages), np.bool_)
         for at in range(len(pages)):
+            if self._ends.lost:
+                failed[at:] = True
+                break
             try:
                 self._transfer(lane, job, pages[at : at + 1], layers)
             except Exception as error:
