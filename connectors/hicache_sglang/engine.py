@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 import re
+import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final, TypeVar
 
+from msgspec.structs import replace
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
 from hicache.errors import ConfigError, DeadlineExceeded, HicacheError, StorageError
+from hicache.runtime.fingerprint import revision_of
 from hicache_sglang.calls import Complaints, TimedCalls
 from hicache_sglang.counters import Counters, Statistics
+from hicache_sglang.facts import Weights, served_weights, started_weights
 from hicache_sglang.fitting import fit
 from hicache_sglang.hybrid import asked_of, fold
 from hicache_sglang.opening import ANCHOR, Opened, Tools, open_store
-from hicache_sglang.pool import Bytes, HostPages
+from hicache_sglang.places import chain_of, flat_places, placed
 from hicache_sglang.settings import Settings, read_settings
-from hicache_sglang.store import PageChain, PageName
+from hicache_sglang.store import PageChain
 
 __all__ = ["HiCacheStorageBackend"]
 
@@ -34,7 +39,6 @@ NEWEST: Final = (0, 5, 23)
 """Range of SGLang's versions whose interface was compared with this module."""
 
 _RANGE: Final = " to ".join(".".join(map(str, bound)) for bound in (OLDEST, NEWEST))
-_HASH = re.compile(r"[0-9a-f]{64}")
 _METRICS: Final = ("sglang.srt.observability.metrics_collector", "sglang.srt.metrics.collector")
 _SERIES: Final = ("prefetch_pgs", "backup_pgs", "prefetch_bandwidth", "backup_bandwidth")
 
@@ -63,6 +67,7 @@ class HiCacheStorageBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is 
         self._opened: Opened | None = None
         self._opening = threading.Lock()
         self._open_again_at: float | None = None
+        self._weights = started_weights()
         self._disabled = "no host pool is registered yet"
         if MISFITS:
             self._disable(
@@ -123,8 +128,28 @@ class HiCacheStorageBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is 
             self._opening.release()
         return self._opened
 
+    def _current(self) -> Opened | None:
+        """What is open, as far as it is that of the weights that the engine has now. One thread opens, others miss."""
+        if self._opened is None:
+            return self._opened_late()
+        if served_weights() == self._weights:
+            return self._opened
+        if not self._opening.acquire(blocking=False):
+            return None
+        try:
+            if self._opened is not None and served_weights() != self._weights:
+                self._try(self._open)
+        finally:
+            self._opening.release()
+        return self._opened
+
     def _open(self, settings: Settings) -> None:
         self._close_store()
+        weights = served_weights()
+        if weights != self._weights:
+            settings = replace(settings, revision=_revision_of(weights))
+            self._settings, self._weights = settings, weights
+            _log.warning("hicache: the engine's weights were exchanged: pages are of revision %s", settings.revision)
         beside = getattr(self, "registered_pools", {})
         self._opened = open_store(self.mem_pool_host, beside, self._config, settings, self._tools())
         self._disabled = ""
@@ -153,7 +178,7 @@ class HiCacheStorageBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is 
         """Read pages into the host pool. Each result tells whether its page is there."""
 
         def read(opened: Opened) -> list[bool]:
-            return opened.store.read(*_placed(opened.pages, keys, host_indices, extra_info))
+            return opened.store.read(*placed(opened.pages, keys, host_indices, extra_info))
 
         return self._guarded("read", [False] * len(keys), read)
 
@@ -161,7 +186,7 @@ class HiCacheStorageBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is 
         """Store pages of the host pool. Each result tells whether its page is stored."""
 
         def write(opened: Opened) -> list[bool]:
-            return opened.store.write(*_placed(opened.pages, keys, host_indices, extra_info))
+            return opened.store.write(*placed(opened.pages, keys, host_indices, extra_info))
 
         return self._guarded("write", [False] * len(keys), write)
 
@@ -177,7 +202,7 @@ class HiCacheStorageBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is 
 
         def read(opened: Opened) -> list[Any]:
             targets = target_locations or [self.mem_pool_host.get_dummy_flat_data_page() for _ in keys]
-            done = opened.store.read(_chain(keys, None), _flat(opened.pages, keys, targets))
+            done = opened.store.read(chain_of(keys, None), flat_places(opened.pages, keys, targets))
             return [target if there else None for target, there in zip(targets, done, strict=True)]
 
         return self._guarded("read", [None] * len(keys), read)
@@ -194,7 +219,7 @@ class HiCacheStorageBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is 
         del target_locations, target_sizes
 
         def write(opened: Opened) -> bool:
-            return all(opened.store.write(_chain(keys, None), _flat(opened.pages, keys, values or [])))
+            return all(opened.store.write(chain_of(keys, None), flat_places(opened.pages, keys, values or [])))
 
         return self._guarded("write", False, write)
 
@@ -206,7 +231,7 @@ class HiCacheStorageBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is 
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         """How many pages, from the first on and without a hole, are there."""
-        return self._guarded("lookup", 0, lambda opened: opened.store.found(_chain(keys, extra_info)))
+        return self._guarded("lookup", 0, lambda opened: opened.store.found(chain_of(keys, extra_info)))
 
     # ---- models with several pools
 
@@ -215,7 +240,7 @@ class HiCacheStorageBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is 
         from sglang.srt.mem_cache.hicache_storage import PoolTransferResult
 
         def look(opened: Opened) -> tuple[list[int], dict[Any, int]]:
-            chain = _chain(keys, extra_info)
+            chain = chain_of(keys, extra_info)
             found = opened.store.found(chain)
             known = PageChain(chain.names[:found], chain.before)
             asked = [asked_of(transfer) for transfer in pool_transfers or ()]
@@ -247,7 +272,7 @@ class HiCacheStorageBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is 
             pages, store = opened.of(str(transfer.name))
             if transfer.host_indices is None:
                 raise ConfigError(f"pages of pool {transfer.name} came without host indices")
-            chain, views = _placed(pages, keys, transfer.host_indices, extra_info)
+            chain, views = placed(pages, keys, transfer.host_indices, extra_info)
             return store.read(chain, views) if kind == "read" else store.write(chain, views)
 
         return self._guarded(kind, [False] * len(keys), work)
@@ -300,7 +325,7 @@ class HiCacheStorageBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is 
             self._complaints.say("the storage did not close", error)
 
     def _guarded(self, kind: str, miss: T, work: Callable[[Opened], T]) -> T:
-        opened = self._opened or self._opened_late()
+        opened = self._current()
         if opened is None:
             return miss
         try:
@@ -316,45 +341,11 @@ MISFITS: Final = fit(HiCacheStorageBackend, HiCacheStorage)
 """What the installed SGLang asks for otherwise than this module has it."""
 
 
-def _placed(
-    pages: HostPages, keys: Sequence[str], host_indices: Any, extra_info: Any
-) -> tuple[PageChain, list[Bytes | None]]:
-    """Names, and the views of the pages whose token slots begin at each page's first index."""
-    size = pages.shape.page_size
-    slots = host_indices.tolist()
-    if len(slots) != len(keys) * size:
-        raise ConfigError(f"{len(keys)} pages of {size} tokens came with {len(slots)} host indices")
-    return _chain(keys, extra_info), [_place(pages, slots[at : at + size]) for at in range(0, len(slots), size)]
-
-
-def _flat(pages: HostPages, keys: Sequence[str], tensors: Sequence[Any]) -> list[Bytes | None]:
-    if len(tensors) != len(keys):
-        raise ConfigError(f"{len(keys)} pages came with {len(tensors)} tensors")
-    return [pages.flat(tensor) for tensor in tensors]
-
-
-def _place(pages: HostPages, slots: list[int]) -> Bytes | None:
-    # A page's slots follow each other: a page at other places is no page of this pool.
-    return pages.at(slots[0]) if slots[-1] - slots[0] == len(slots) - 1 else None
-
-
-def _chain(keys: Sequence[str], extra_info: Any) -> PageChain:
-    """Pages by SGLang's hashes. Keys of one call are a chain; where the chain's beginning is known, so are parents.
-
-    Raises:
-        ConfigError: a key is no sha256 page hash.
-    """
-    for key in keys:
-        if _HASH.fullmatch(key) is None:
-            raise ConfigError(f"page key {key!r:.80} is no sha256 page hash")
-    prefix = getattr(extra_info, "prefix_keys", None)
-    hashes = [bytes.fromhex(key) for key in keys]
-    if prefix is None:
-        return PageChain([PageName(found) for found in hashes])
-    before = [bytes.fromhex(key) for key in prefix]
-    parents = [before[-1] if before else None, *hashes[:-1]]
-    names = [PageName(page, parents[i], len(before) + i) for i, page in enumerate(hashes)]
-    return PageChain(names, b"".join(before))
+def _revision_of(weights: Weights) -> str:
+    """What names weights that a running engine got: what is in their folder, or, from elsewhere, nothing but once."""
+    if weights.path and not weights.labelled and os.path.isdir(weights.path):
+        return revision_of(weights.path)
+    return f"exchanged-{secrets.token_hex(16)}"
 
 
 def _metrics_class() -> Any:

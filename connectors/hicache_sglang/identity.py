@@ -14,6 +14,7 @@ from hicache.core.layout import KVGeometry
 from hicache.core.partition import ShardPlan, plan_shards
 from hicache.errors import ConfigError
 from hicache.runtime.modelconfig import model_and_revision
+from hicache_sglang.adapters import adapters_digest
 from hicache_sglang.pool import PoolShape
 from hicache_sglang.settings import Settings, scales_digest
 
@@ -162,9 +163,10 @@ def _model(config: Any, settings: Settings, facts: Mapping[str, Any]) -> tuple[s
 
 
 def _overrides(facts: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Changes of the model's configuration, such as rope scaling, that no revision tells."""
-    given = facts.get("json_model_override_args")
-    return {"json_model_override_args": str(given)} if given and str(given).strip() != "{}" else None
+    """What no revision tells: changes of the model's configuration, such as rope scaling, and what adapters hold."""
+    given, adapters = facts.get("json_model_override_args"), adapters_digest(facts.get("lora_paths"))
+    found = {"json_model_override_args": str(given)} if given and str(given).strip() != "{}" else {}
+    return found | ({"adapters": adapters} if adapters else {}) or None
 
 
 def _numerics(shape: PoolShape, dtype: str, facts: Mapping[str, Any]) -> str:

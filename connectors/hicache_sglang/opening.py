@@ -116,8 +116,15 @@ def open_store(host_pool: Any, beside: Mapping[Any, Any], config: Any, settings:
         HicacheError: pages cannot be named safely, or the storage cannot be opened; says what to change.
     """
     facts = engine_facts()
-    if (facts.get("enable_lora") or facts.get("lora_paths")) and not names_adapters():
-        raise ConfigError("this SGLang leaves LoRA adapters out of its page hashes: upgrade it, or serve without LoRA")
+    if not names_adapters():
+        if facts.get("enable_lora") or facts.get("lora_paths"):
+            raise ConfigError(
+                "this SGLang leaves LoRA adapters out of its page hashes: upgrade it, or serve without LoRA"
+            )
+        _log.warning(
+            "hicache: this SGLang leaves cache_salt and extra_key out of its page hashes: requests that they separate "
+            "share pages in storage; upgrade it where they keep tenants apart"
+        )
     shape = describe_pool(host_pool)
     identity = identify(config, shape, settings, facts)
     pages = HostPages(host_pool, shape, head_group=identity.head_group)

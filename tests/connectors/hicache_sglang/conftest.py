@@ -217,6 +217,9 @@ class MLATokenToKVPoolHost(MHATokenToKVPoolHost):
         return [part.data_ptr() for part in parts], [part.nbytes for part in parts]
 
 
+OVERRIDES: list[tuple[str, dict[str, Any]]] = []
+"""What SGLang notes when a running engine's settings change."""
+
 POOLS = SimpleNamespace(mha=MHATokenToKVPoolHost, mla=MLATokenToKVPoolHost)
 
 
@@ -224,6 +227,13 @@ POOLS = SimpleNamespace(mha=MHATokenToKVPoolHost, mla=MLATokenToKVPoolHost)
 def pools() -> SimpleNamespace:
     """`mha(layout, ...)` and `mla(layout, ...)` make host pools."""
     return POOLS
+
+
+@pytest.fixture
+def changed() -> Iterator[Callable[..., None]]:
+    """Lets the engine note that settings of its have changed, as when its weights are exchanged."""
+    yield lambda **fields: OVERRIDES.append(("an update", fields))
+    OVERRIDES.clear()
 
 
 @pytest.fixture
@@ -259,6 +269,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ModuleTyp
         metrics.__dict__["StorageMetrics"] = StorageMetrics
         context = ModuleType("sglang.srt.runtime_context")
         context.__dict__["get_server_args"] = lambda: arguments
+        context.__dict__["get_context"] = lambda: SimpleNamespace(overrides_log=lambda: list(OVERRIDES))
         modules = [storage, utils, metrics, context]
         for name in ("sglang", "sglang.srt", "sglang.srt.mem_cache", "sglang.srt.observability"):
             package = ModuleType(name)

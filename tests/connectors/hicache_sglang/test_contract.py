@@ -155,6 +155,24 @@ def test_pages_come_back_by_both_interfaces(layout: str, release: str, plugin: P
     assert same(one.get(KEYS[0]), pool.get_data_page(0))
 
 
+@pytest.mark.case("PLUG-1")
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8],
+    ids=str,
+)
+def test_every_dtype_keeps_its_bits(dtype: torch.dtype, plugin: Plugin, pools: Any) -> None:
+    """Random bits, NaNs among them: a page has as many bytes as its elements, and comes back as it was."""
+    pool = pools.mha(dtype=dtype)
+    raw = pool.kv_buffer.view(torch.uint8)
+    raw.copy_(torch.randint(0, 256, raw.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(2)))
+    one = plugin(pool, extra={"kv_dtype": "fp8_e4m3"})
+    assert one.batch_set_v1(KEYS, source(pool)) == [True] * PAGES
+    assert one.batch_get_v1(KEYS, target(pool)) == [True] * PAGES
+    assert pages(pool, target(pool)) == pages(pool, source(pool))
+    assert one._opened.store._page_bytes == pool.get_data_page(0).nbytes
+
+
 @pytest.mark.parametrize("layout", MLA_LAYOUTS)
 def test_latents_are_one_object_for_all_ranks(layout: str, plugin: Plugin, pools: Any) -> None:
     """What one MLA rank stores, a rank of another tensor-parallel size reads."""
@@ -223,6 +241,7 @@ def test_stages_of_a_pipeline_are_apart(plugin: Plugin, pools: Any) -> None:
     assert plugin(second, pp_size=2, pp_rank=1).batch_exists(KEYS) == 0
 
 
+@pytest.mark.case("FAIL-5")
 def test_results_are_per_page(plugin: Plugin, pools: Any) -> None:
     """The page that is absent is the one that is said to be absent; `exists` counts up to it."""
     pool = pools.mha()
@@ -267,14 +286,38 @@ def test_tensors_that_are_no_page_are_misses(plugin: Plugin, pools: Any) -> None
         assert bad.view(torch.uint8).equal(before.view(torch.uint8))
 
 
-def test_keys_that_are_no_page_hash_are_misses(plugin: Plugin, pools: Any) -> None:
+def test_keys_that_are_no_page_hash_are_misses(plugin: Plugin, pools: Any, extra_info: Any) -> None:
     """Names with a suffix, a path or in capitals name no page."""
     pool = pools.mha()
     one = plugin(pool)
-    for key in ("", "../x", KEYS[0] + ".swa", KEYS[0].upper(), "z" * 64):
+    for key in ("", "../x", KEYS[0] + ".swa", KEYS[0].upper(), "z" * 64, "0" * 10**6, None, b"0" * 64):
         assert one.set(key, pool.get_data_page(0)) is False
         assert one.exists(key) is False
         assert one.get(key) is None
+    assert one.set(KEYS[0], pool.get_data_page(0))
+    for before in (["0" * 32] * 2, [None], ["../x"]):  # what stands before a page is such hashes too
+        assert one.batch_exists(KEYS[:1], extra_info(prefix_keys=before)) == 0
+
+
+def test_one_key_twice_in_a_call(plugin: Plugin, pools: Any) -> None:
+    """A repeated page is stored, and read into both places."""
+    pool = pools.mha()
+    one = plugin(pool)
+    size = pool.page_size
+    same_page = torch.cat([torch.arange(size), torch.arange(size)])
+    assert one.batch_set_v1([KEYS[0], KEYS[0]], same_page) == [True, True]
+    assert one.batch_exists([KEYS[0], KEYS[0]]) == 2
+    assert one.batch_get_v1([KEYS[0], KEYS[0]], target(pool)[: 2 * size]) == [True, True]
+    assert pages(pool, target(pool)[: 2 * size]) == 2 * pages(pool, torch.arange(size))
+
+
+@pytest.mark.parametrize("layout", MHA_LAYOUTS)
+def test_pages_of_one_token(layout: str, plugin: Plugin, pools: Any) -> None:
+    pool = pools.mha(layout, page=1)
+    one = plugin(pool)
+    assert one.batch_set_v1(KEYS, source(pool)) == [True] * PAGES
+    assert one.batch_get_v1(KEYS, target(pool)) == [True] * PAGES
+    assert pages(pool, target(pool)) == pages(pool, source(pool))
 
 
 def test_statistics_are_the_engines_own_record(plugin: Plugin, pools: Any) -> None:

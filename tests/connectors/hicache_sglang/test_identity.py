@@ -180,6 +180,15 @@ def test_bad_input_is_one_clear_line(
     assert one.statistics().disabled in said
 
 
+@pytest.mark.parametrize("seeds", [True, False])
+def test_a_release_whose_hashes_leave_salts_out_is_warned_about(
+    seeds: bool, plugin: Plugin, pools: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its requests share pages whatever separates them; the plug-in sees hashes only."""
+    plugin(pools.mha(), seeds=seeds)
+    assert ("leaves cache_salt and extra_key out" in caplog.text) is not seeds
+
+
 def test_a_storage_that_cannot_be_opened_is_one_line(
     install: Callable[..., Any], pools: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -30,6 +30,7 @@ def slots(first: int = 0) -> torch.Tensor:
     return torch.arange(first * 4, (first + PAGES) * 4)
 
 
+@pytest.mark.case("FAIL-4")
 @pytest.mark.parametrize("error", [OSError("gone"), RuntimeError("a bug"), MemoryError(), KeyError("x")])
 def test_nothing_is_raised_into_the_engine(error: Exception, plugin: Plugin, pools: Any) -> None:
     """Whatever a backend raises in whatever verb, each method answers that there is nothing."""
@@ -199,6 +200,7 @@ def test_a_page_is_there_only_with_all_its_shards(plugin: Plugin, pools: Any) ->
     assert one.batch_get_v1(KEYS, slots(4)) == [True] * PAGES
 
 
+@pytest.mark.case("FAIL-1")
 def test_a_page_whose_sibling_was_not_stored_is_not_found(plugin: Plugin, pools: Any) -> None:
     """Where one layer's object fails, the first one is not put: no look-up promises the page."""
     storage = FaultyStorage(MemoryBackend())
