@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from hashlib import sha256
@@ -13,22 +14,49 @@ from hicache.core.identity import Adapter
 
 __all__ = ["Adapters"]
 
+_log = logging.getLogger("vllm.hicache")
+
 _CHUNK: Final = 2**20
 
 
 class Adapters:
-    """Digests of adapters' files, read once and again when a file has changed. Thread-safe; blocks on I/O."""
+    """Digests of adapters' files, read once and again when a file has changed. Thread-safe; blocks on I/O.
+
+    Where files change while the engine runs, nobody can tell which weights it computes with: it may have read them
+    before, or again, and its own blocks of before keep their names. So that adapter goes past the cache from then on.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._known: dict[tuple[Any, ...], bytes] = {}
+        self._first: dict[tuple[str, str], bytes] = {}
+        self._changed: set[tuple[str, str]] = set()
 
     def adapter(self, lora: Any) -> Adapter:
-        """The adapter of vLLM's `LoRARequest`; without a digest, so past the cache, where its files cannot be read."""
+        """The adapter of vLLM's `LoRARequest`; without a digest, so past the cache, where its weights are not known."""
+        name = str(lora.lora_name)
         try:
-            return Adapter(str(lora.lora_name), digest=self._digest(Path(lora.lora_path)))
+            digest = self._digest(Path(lora.lora_path))
         except (OSError, TypeError):
-            return Adapter(str(lora.lora_name))
+            digest = None
+        return Adapter(name, digest=digest if self._is_first(name, str(lora.lora_path), digest) else None)
+
+    def _is_first(self, name: str, path: str, digest: bytes | None) -> bool:
+        """Whether an adapter's files are what they were when this engine asked first, and at all times since."""
+        adapter = (name, path)
+        with self._lock:
+            if digest is not None and self._first.setdefault(adapter, digest) == digest:
+                return adapter not in self._changed
+            if adapter not in self._first or adapter in self._changed:
+                return False
+            self._changed.add(adapter)
+        _log.warning(
+            "hicache: files of adapter %s in %s have changed: its requests go past the cache; load changed weights "
+            "from another path",
+            name,
+            path,
+        )
+        return False
 
     def _digest(self, folder: Path) -> bytes | None:
         names = sorted(name for name in os.listdir(folder) if (folder / name).is_file())
