@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -85,6 +86,14 @@ def connected(engine: Engine, wanted: bool) -> None:
     assert bool(engine.metrics()["vllm:hicache_connected"]) is wanted
 
 
+def missed(engine: Engine) -> Counter[str]:
+    """Tokens that did not come from the cache so far, by reason; told with the engine's next step."""
+    engine.generate(prompt_of(9000, 5), tokens=1)
+    front = "vllm:hicache_missed_tokens/"
+    found = {name.removeprefix(front): int(count) for name, count in engine.metrics().items() if name.startswith(front)}
+    return Counter(found)
+
+
 def test_service_that_comes_late_dies_and_comes_back(engines: Engines, service: Service, expected: Expected) -> None:
     prompt = prompt_of(300, 300)
     engine = engines({"address": service.address, "deadline": BUDGET})
@@ -101,6 +110,7 @@ def test_service_that_comes_late_dies_and_comes_back(engines: Engines, service: 
     assert engine.reset()
     (answer,) = engine.generate(prompt)
     assert (answer.new, answer.cached) == (expected(prompt), 0)
+    assert missed(engine)["away"] == 2 * 4 * PAGE
     service.start()
     connected(engine, True)
     assert engine.reset()
@@ -123,20 +133,27 @@ def test_what_the_engine_holds_itself_is_known_to_the_service(engines: Engines, 
 
 
 def test_service_that_is_killed_while_it_is_used(engines: Engines, service: Service, expected: Expected) -> None:
-    """Again and again, at other moments of a batch each time."""
+    """Again and again, at other moments of a batch: no request waits for it, and what is missed has a reason."""
     prompts = [prompt_of(310 + number, 400) for number in range(8)]
     service.start()
     engine = engines({"address": service.address, "deadline": BUDGET})
+    begun = time.monotonic()
     engine.generate(*prompts)
+    computed = time.monotonic() - begun
     for turn in range(6):
         assert engine.reset()
+        before = missed(engine)
+        begun = time.monotonic()
         engine.send(do="generate", prompts=prompts, salts=None, tokens=16)
         time.sleep(0.02 * turn)
         service.kill()
         found = engine.answer()
+        assert time.monotonic() - begun < 2 * computed + BUDGET + 3.0
         assert [one["new"] for one in found] == [expected(prompt) for prompt in prompts], turn
         service.start()
         connected(engine, True)
+        reasons = missed(engine) - before
+        assert reasons["unaligned_tail"] < reasons.total()
 
 
 def test_service_that_freezes_costs_a_budget(engines: Engines, service: Service, expected: Expected) -> None:
@@ -204,6 +221,7 @@ def test_damaged_objects_are_computed_again(engines: Engines, folder: Path, stor
     assert engine.reset()
     (answer,) = engine.generate(prompt)
     assert (answer.new, answer.cached) == (expected(prompt), 0)
+    assert missed(engine)["failed"] == 4 * PAGE
     assert engine.reset()
     (answer,) = engine.generate(prompt)
     assert (answer.new, answer.cached) == (expected(prompt), 4 * PAGE)
