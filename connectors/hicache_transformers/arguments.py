@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from hicache_transformers.rows import Bypass
 
-__all__ = ["check_arguments", "inferred_padding", "padding_behind", "repeats"]
+__all__ = ["beside_a_cache", "check_arguments", "inferred_padding", "padding_behind", "repeats"]
 
 _INPUTS: Final = frozenset({"inputs", "input_ids", "attention_mask"})
 _HARMLESS: Final = frozenset(
@@ -16,6 +16,10 @@ _HARMLESS: Final = frozenset(
         *("tokenizer", "use_model_defaults", "logits_to_keep"),
     }
 )
+_KIND: Final = "cache_implementation"
+_PLAIN: Final = "dynamic"
+"""What `generate` makes where nothing is asked for. It takes no such word beside a cache."""
+
 _UNSET: Final[Mapping[str, tuple[Any, ...]]] = {
     "num_beams": (None, 1),
     "assistant_model": (None,),
@@ -28,7 +32,6 @@ _UNSET: Final[Mapping[str, tuple[Any, ...]]] = {
     "constraints": (None,),
     "force_words_ids": (None,),
     "custom_generate": (None,),
-    "cache_implementation": (None, "dynamic"),
     "cache_config": (None, {}),
     "use_cache": (None, True),
     "prefill_chunk_size": (None,),
@@ -56,11 +59,19 @@ def check_arguments(model: Any, given: Any, arguments: Mapping[str, Any]) -> Non
         value = _setting(name, model, given, arguments)
         if value not in off:
             raise Bypass(name, f"{name}={value!r:.40} does not go with a cache that is filled already")
+    asked = arguments.get(_KIND) or _PLAIN
+    if asked != _PLAIN or _setting(_KIND, model, given, {}) is not None:
+        raise Bypass(_KIND, f"{_KIND}: only the plain cache of transformers can be filled already")
     known = getattr(model, "generation_config", None)
     for name, value in arguments.items():
-        if value is None or name in _INPUTS or name in _HARMLESS or name in _UNSET or hasattr(known, name):
+        if value is None or name in (_KIND, *_INPUTS, *_HARMLESS, *_UNSET) or hasattr(known, name):
             continue
         raise Bypass(name, f"the argument {name} may change what pages hold")
+
+
+def beside_a_cache(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call that was found good, without those that `generate` refuses beside a filled cache."""
+    return {name: value for name, value in arguments.items() if name not in (_KIND, "past_key_values")}
 
 
 def repeats(model: Any, given: Any, arguments: Mapping[str, Any]) -> int:

@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import logging
 from types import TracebackType
 from typing import Any, Final
 
 from hicache.core.identity import Adapter
 from hicache.errors import ConfigError
-from hicache_transformers.arguments import check_arguments, inferred_padding, padding_behind, repeats
+from hicache_transformers.arguments import (
+    beside_a_cache,
+    check_arguments,
+    inferred_padding,
+    padding_behind,
+    repeats,
+)
 from hicache_transformers.convert import PageShape
 from hicache_transformers.counters import Counters, Statistics
 from hicache_transformers.identity import identify
-from hicache_transformers.model import ModelWatch, describe_model
+from hicache_transformers.model import describe_model, plain_model
 from hicache_transformers.pages import ConnectedPages, EmbeddedPages, Separation
 from hicache_transformers.prefix import Engine, PagesLost, Prefix, begin
 from hicache_transformers.rows import Bypass, read_rows
 from hicache_transformers.tiers import open_tier
+from hicache_transformers.versions import outside_the_range
+from hicache_transformers.watch import ModelWatch
 
 __all__ = ["PrefixCache"]
+
+_log = logging.getLogger("hicache.transformers")
 
 _DEVICE: Final = "256MiB"
 _HOST: Final = "1GiB"
@@ -52,7 +63,7 @@ class PrefixCache:
     Attributes:
         cache: the cache below: `hicache.EmbeddedCache`, or `hicache.ConnectedCache`.
         namespace: names its pages.
-        warnings: what works but deserves a word.
+        warnings: what works but deserves a word; said in the log too, a line each.
 
     Raises:
         ConfigError: a model whose pages cannot be reused, or settings that do not work; says what to change.
@@ -77,9 +88,10 @@ class PrefixCache:
         deadline: float | None = None,
         **options: Any,
     ) -> None:
+        model = plain_model(model)
         self._model = model
         self._shape = describe_model(model)
-        self.namespace, self.warnings = identify(
+        self.namespace, found = identify(
             model,
             self._shape,
             page_size=page_size,
@@ -97,6 +109,9 @@ class PrefixCache:
             row=self._shape.head_dim * self._shape.dtype.itemsize,
         )
         self._watch = ModelWatch(model)
+        self.warnings: list[str] = []
+        for warning in (*outside_the_range(), *found):
+            self._warn(warning)
         self._counters = Counters()
         self._tenant = tenant
         self._deadline = deadline
@@ -109,7 +124,7 @@ class PrefixCache:
         self,
         inputs: Any = None,
         generation_config: Any = None,
-        *,
+        *further: Any,
         adapter: Adapter | None = None,
         tenant: str | None = None,
         salt: str | None = None,
@@ -123,6 +138,7 @@ class PrefixCache:
         Args:
             inputs: token ids `(batch, tokens)`, padded on the left; or give `input_ids`.
             generation_config: as for `model.generate`.
+            further: as for `model.generate`; a call that gives more than two arguments by place goes past the cache.
             adapter: which adapter's weights are active, by name and digest; without a digest the call goes past the
                 cache. A model with adapters is not looked up without it.
             tenant: whose pages; by default the cache's.
@@ -134,18 +150,18 @@ class PrefixCache:
         """
         generate = self._model.generate
         # As the caller wrote it: wrappers around models differ in what they take by place.
-        placed = (
-            (inputs, generation_config) if generation_config is not None else (inputs,) if inputs is not None else ()
-        )
+        placed: tuple[Any, ...] = (inputs, generation_config, *further)
+        while placed and placed[-1] is None:
+            placed = placed[:-1]
         ids = arguments.get("input_ids") if inputs is None else inputs
         whose = Separation(adapter, tenant or self._tenant, salt)
         # What has been streamed cannot be taken back, so pages are waited for there.
         layered = arguments.get("streamer") is None
-        prefix = self._begin(ids, generation_config, arguments, whose, layered=layered)
+        prefix = self._begin(ids, generation_config, arguments, whose, further=further, layered=layered)
         if prefix is None:
             return generate(*placed, **arguments)
         try:
-            result = generate(*placed, past_key_values=prefix.past_key_values, **arguments)
+            result = generate(*placed, past_key_values=prefix.past_key_values, **beside_a_cache(arguments))
         except PagesLost:  # in the first forward pass, before any token was drawn
             prefix.close(aborted=True)
             return generate(*placed, **arguments)
@@ -216,7 +232,14 @@ class PrefixCache:
         return f"<hicache_transformers.PrefixCache {self.namespace.model!r}, pages of {self._pages.tokens}: {state}>"
 
     def _begin(
-        self, inputs: Any, config: Any, arguments: dict[str, Any], whose: Separation, *, layered: bool = False
+        self,
+        inputs: Any,
+        config: Any,
+        arguments: dict[str, Any],
+        whose: Separation,
+        *,
+        further: tuple[Any, ...] = (),
+        layered: bool = False,
     ) -> Prefix | None:
         """The prompts of a call; None where it goes past the cache. Raises nothing for the cache's sake."""
         self._counters.add(calls=1)
@@ -224,6 +247,8 @@ class PrefixCache:
         try:
             if self._closed:
                 raise Bypass("closed", "the cache is closed")
+            if further:
+                raise Bypass("arguments", "arguments behind generation_config were given by place: give them by name")
             self._watch.check(whose.adapter)
             check_arguments(model, config, arguments)
             mask = arguments.get("attention_mask")
@@ -242,9 +267,14 @@ class PrefixCache:
         """Store what a call has computed. Raises nothing for the cache's sake."""
         try:
             sequences = getattr(result, "sequences", result)
+            if int(prefix.past_key_values.get_seq_length()) > len(sequences[0]):
+                raise Bypass("state", "the model keeps more columns than it has tokens: nothing of it is stored")
             # One sequence alone has no padding behind it, and may end with what looks like it.
             pad = padding_behind(self._model, config, arguments) if len(sequences) > 1 else None
             prefix.commit(sequences, pad_token=pad)
+        except Bypass as bypass:
+            self._counters.bypass(bypass.reason, str(bypass))
+            prefix.close()
         except Exception as error:
             self._counters.failed("storing pages", error)
             prefix.close()
@@ -268,7 +298,11 @@ class PrefixCache:
         most = getattr(self._model.config, "max_position_embeddings", None)
         held = pages.capacity * self._pages.tokens
         if most is not None and held < int(most):
-            self.warnings.append(
+            self._warn(
                 f"the device tier holds {held} tokens, the model takes {most}: of longer prompts only the beginning is "
                 "reused; give device= more"
             )
+
+    def _warn(self, text: str) -> None:
+        self.warnings.append(text)
+        _log.warning("hicache: %s", text)

@@ -9,17 +9,25 @@ from typing import Any, Final
 
 import torch
 
-from hicache.core.identity import Adapter
 from hicache.errors import ConfigError
 from hicache.runtime.modelconfig import rope_types
-from hicache_transformers.rows import Bypass
 
-__all__ = ["ModelShape", "ModelWatch", "describe_model", "layers_of", "new_state", "text_config"]
+__all__ = [
+    "ModelShape",
+    "attention_of",
+    "describe_model",
+    "is_training",
+    "layers_of",
+    "new_state",
+    "on_autocast",
+    "plain_model",
+    "text_config",
+]
 
 _FIXED_ROPE: Final = frozenset({"default", "linear", "llama3", "yarn"})
 _PLAIN_LAYER: Final = "DynamicLayer"
 _NEAR: Final = 0.05
-_WATCHED: Final = 16  # elements of each parameter
+_SMALLEST: Final = 4  # tokens of a vocabulary that nothing is known of
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +79,7 @@ def describe_model(model: Any) -> ModelShape:
     _refuse_kinds(model, config)
     with torch.no_grad():
         try:
-            first, second = (_probe(model, last) for last in (2, 3))
+            first, second = (_probe(model, last) for last in _two_tokens(config))
         except ConfigError:
             raise
         except Exception as error:  # whatever a model raises
@@ -91,6 +99,21 @@ def describe_model(model: Any) -> ModelShape:
         attention=attention_of(model),
         takes_positions="position_ids" in _parameters(model),
     )
+
+
+def plain_model(model: Any) -> Any:
+    """The model itself, where it comes wrapped by `torch.compile`: its `generate` runs that, not the compiled one."""
+    return getattr(model, "_orig_mod", model)
+
+
+def is_training(model: Any) -> bool:
+    """Whether any part of a model is in training mode."""
+    return any(part.training for part in model.modules())
+
+
+def on_autocast(model: Any) -> bool:
+    """Whether autocast is on in this thread, for the model or for a CPU."""
+    return any(torch.is_autocast_enabled(kind) for kind in {"cpu", model.device.type})
 
 
 def text_config(config: Any) -> Any:
@@ -117,84 +140,6 @@ def layers_of(state: Any) -> list[tuple[Any, Any]]:
     return [] if any(keys is None or values is None for keys, values in layers) else layers
 
 
-class ModelWatch:
-    """Notices that a model is no longer what it was when the cache was opened. Thread-safe.
-
-    Whatever writes to weights (an optimiser, loading a state, another dtype or device) leaves another tensor or a
-    higher version of the same one. Writing to a tensor's `data`, as merging an adapter does, leaves neither: so some
-    elements of each are compared as well.
-    """
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self._attention = attention_of(model)
-        self._weights = self._marks()
-        self._samples = _sample_views(model)
-        self._content = self._read()
-
-    def check(self, adapter: Adapter | None) -> None:
-        """See that the model may use the cache now.
-
-        Args:
-            adapter: whose weights are active, as far as the caller says.
-
-        Raises:
-            Bypass: it may not.
-        """
-        model = self._model
-        if getattr(model, "training", False):
-            raise Bypass("training", "the model is in training mode, where dropout decides: call model.eval()")
-        if adapter is not None and adapter.digest is None:
-            raise Bypass(
-                "adapter", f"adapter {adapter.name!r:.60} has no digest: the name alone may mean other weights"
-            )
-        if adapter is None and _has_adapter(model):
-            raise Bypass(
-                "adapter", "the model has adapters: say which weights are in use by adapter=hicache.Adapter(...)"
-            )
-        if attention_of(model) != self._attention:
-            raise Bypass("attention", "the attention implementation was changed: make a new PrefixCache")
-        if self._marks() != self._weights or self._read() != self._content:
-            raise Bypass("weights", "the model's weights were changed or moved: make a new PrefixCache, with revision=")
-        if any(torch.is_autocast_enabled(kind) for kind in {"cpu", model.device.type}):
-            raise Bypass("autocast", "autocast changes what keys and values are: load the model in that dtype instead")
-
-    def _marks(self) -> list[tuple[int, int]]:
-        return [(tensor.data_ptr(), _version(tensor)) for tensor in self._model.parameters()]
-
-    def _read(self) -> list[bytes]:
-        return [_content(views) for views in self._samples]
-
-
-def _content(views: list[torch.Tensor]) -> bytes:
-    with torch.no_grad():
-        found: bytes = torch.cat(views).cpu().view(torch.uint8).numpy().tobytes()
-    return found
-
-
-def _sample_views(model: Any) -> list[list[torch.Tensor]]:
-    """A few elements from the middle of each parameter, as views of it; by device and dtype, to be read in one go."""
-    found: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for tensor in model.parameters():
-        weight = tensor.detach()
-        if not weight.numel():
-            continue
-        flat = weight.view(-1) if weight.is_contiguous() else weight
-        while flat.ndim > 1:  # of one that does not lie in one run, a row: anything else were a copy
-            flat = flat[flat.shape[0] // 2]
-        middle = max(0, flat.numel() - _WATCHED) // 2
-        found.setdefault((weight.device, weight.dtype), []).append(flat[middle : middle + _WATCHED])
-    return list(found.values())
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
-
-
-def _has_adapter(model: Any) -> bool:
-    return bool(getattr(model, "peft_config", None)) or bool(getattr(model, "_hf_peft_config_loaded", False))
-
-
 def _refuse_kinds(model: Any, config: Any) -> None:
     text = text_config(config)
     if getattr(config, "is_encoder_decoder", False):
@@ -213,16 +158,24 @@ def _refuse_kinds(model: Any, config: Any) -> None:
         )
     if int(getattr(model, "tp_size", None) or getattr(model, "_tp_size", None) or 1) > 1:
         raise ConfigError("the model is split by tensor parallelism: load it without tp_plan")
-    if getattr(model, "training", False):
-        raise ConfigError("the model is in training mode: call model.eval() first")
+    if is_training(model):
+        raise ConfigError("the model, or a part of it, is in training mode: call model.eval() first")
     if any(tensor.device.type == "meta" for tensor in model.parameters()):
         raise ConfigError("parts of the model are offloaded or not loaded (device meta): load it into memory")
+    if on_autocast(model):
+        raise ConfigError("autocast is on: open the cache outside of it, with the model loaded in that dtype")
     kinds = {type(layer).__name__ for layer in new_state(model).layers} - {_PLAIN_LAYER}
     if kinds:
         raise ConfigError(
             f"the model's cache has layers of kind {', '.join(sorted(kinds))}: only full attention is supported, "
             "no sliding window, recurrent or indexed layers"
         )
+
+
+def _two_tokens(config: Any) -> tuple[int, int]:
+    """Tokens far from the ends of the vocabulary: those at its beginning may be unused and all alike."""
+    size = max(int(getattr(text_config(config), "vocab_size", None) or 0), _SMALLEST)
+    return size // 3, 2 * size // 3
 
 
 def _probe(model: Any, last: int) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
@@ -250,7 +203,9 @@ def _check_causal(first: Sequence[Any], second: Sequence[Any]) -> None:
     for ones, others in zip(first, second, strict=True):
         for one, other in zip(ones, others, strict=True):
             here, there = one[:, :, 0].float(), other[:, :, 0].float()
-            if (here - there).abs().max() > _NEAR * here.abs().max():
+            difference, size = (here - there).abs(), here.abs()
+            # Some elements of a first token may be larger than all others by far, so the mean tells too.
+            if difference.max() > _NEAR * size.max() or difference.mean() > _NEAR * size.mean():
                 raise ConfigError(
                     "what the model keeps of a token depends on later tokens (no causal attention, or prefix-LM): "
                     "nothing of it can be reused"

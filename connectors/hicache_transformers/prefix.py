@@ -107,7 +107,11 @@ class Prefix:
         for at, row in enumerate(batch.rows if layers else ()):
             try:
                 sequence = None if sequences is None else sequences[at * batch.repeats]
-                _store(batch, at, layers, _following(batch, row, sequence, layers, pad_token))
+                following = _following(batch, row, sequence, layers, pad_token)
+                if following is None:
+                    batch.engine.counters.bypass("state", "what came back is not what was asked: it is not stored")
+                    continue
+                _store(batch, at, layers, following)
             except Exception as error:
                 batch.engine.counters.failed("storing pages", error)
         batch.close(aborted=False)
@@ -250,11 +254,11 @@ def _computed(batch: Batch, state: Any) -> list[tuple[Any, Any]]:
 
 
 def _following(batch: Batch, row: Row, sequence: Any, layers: Sequence[tuple[Any, Any]], pad_token: int | None) -> Any:
-    """Generated tokens that have keys and values: the last one has none yet."""
+    """Generated tokens that have keys and values: the last one has none yet. None where they may be those of others."""
     if sequence is None:
         return np.empty(0, np.uint32)
     found = generated_tokens(row, sequence, batch.columns, pad_token=pad_token)
-    return found[: int(layers[0][0].shape[2]) - batch.columns]
+    return None if found is None else found[: int(layers[0][0].shape[2]) - batch.columns]
 
 
 def _store(batch: Batch, at: int, layers: Sequence[tuple[Any, Any]], following: Any) -> None:

@@ -70,8 +70,9 @@ def read_rows(input_ids: Any, attention_mask: Any | None, *, pad_token: int | No
     mask = _array(attention_mask)
     if mask is None or mask.shape != ids.shape:
         raise Bypass("mask", "the attention_mask has another shape than the input: give one value a token")
-    mask = mask.astype(np.int64)
-    if ((mask != 0) & (mask != 1)).any() or not mask[:, -1].all() or (np.diff(mask, axis=1) < 0).any():
+    other = (mask != 0) & (mask != 1)
+    mask = (mask == 1).astype(np.int64)
+    if other.any() or not mask[:, -1].all() or (np.diff(mask, axis=1) < 0).any():
         raise Bypass("mask", "the attention_mask is no left padding: use a tokenizer with padding_side='left'")
     padding = (mask == 0).sum(axis=1)
     return [Row(int(pad), row[int(pad) :].astype(np.uint32)) for pad, row in zip(padding, ids, strict=True)]
@@ -99,7 +100,7 @@ def columns_to_fill(rows: Sequence[Row], hits: Sequence[int], columns: int) -> i
     return min(sorted(set(ends), reverse=True), key=cost)
 
 
-def generated_tokens(row: Row, sequence: Any, columns: int, *, pad_token: int | None) -> npt.NDArray[np.uint32]:
+def generated_tokens(row: Row, sequence: Any, columns: int, *, pad_token: int | None) -> npt.NDArray[np.uint32] | None:
     """The tokens that were generated behind a prompt, without the padding behind a prompt that ended before others.
 
     Args:
@@ -107,10 +108,13 @@ def generated_tokens(row: Row, sequence: Any, columns: int, *, pad_token: int | 
         sequence: prompt and what follows, with the prompt's padding.
         columns: of the prompt's batch.
         pad_token: what `generate` puts behind the end; if real tokens at the end look like it they are left out too.
+
+    Returns:
+        The tokens; None for a sequence that does not begin with the prompt: then nobody knows what was computed.
     """
     array = _array(sequence)
     if array is None or array.ndim != 1 or not np.array_equal(array[row.padding : columns], row.tokens):
-        return np.empty(0, np.uint32)
+        return None
     found = array[columns:]
     if pad_token is not None:
         real = np.flatnonzero(found != pad_token)

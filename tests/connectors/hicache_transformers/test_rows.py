@@ -41,6 +41,8 @@ def test_prompts_begin_behind_their_padding() -> None:
         (torch.tensor([[1, 2, 3]]), torch.tensor([[1, 0, 1]]), "mask"),
         (torch.tensor([[1, 2]]), torch.tensor([[0, 0]]), "mask"),
         (torch.tensor([[1, 2]]), torch.tensor([[2, 1]]), "mask"),
+        (torch.tensor([[1, 2]]), torch.tensor([[0.5, 1.0]]), "mask"),
+        (torch.tensor([[1, 2]]), torch.tensor([[-torch.inf, 0.0]]), "mask"),
         (torch.tensor([[1, 2]]), "mask", "mask"),
     ],
 )
@@ -87,12 +89,18 @@ def test_no_other_number_of_columns_costs_less() -> None:
 def test_generated_tokens_are_what_follows_the_prompt() -> None:
     row = Row(2, np.array([5, 6], np.uint32))
     sequence = torch.tensor([0, 0, 5, 6, 7, 9, 9])
-    assert generated_tokens(row, sequence, 4, pad_token=None).tolist() == [7, 9, 9]
-    assert generated_tokens(row, sequence, 4, pad_token=9).tolist() == [7]
-    assert generated_tokens(row, torch.tensor([0, 0, 5, 6, 9, 9]), 4, pad_token=9).tolist() == []
+
+    def found(sequence: torch.Tensor, pad_token: int | None) -> list[int]:
+        tokens = generated_tokens(row, sequence, 4, pad_token=pad_token)
+        assert tokens is not None
+        return tokens.tolist()
+
+    assert found(sequence, None) == [7, 9, 9]
+    assert found(sequence, 9) == [7]
+    assert found(torch.tensor([0, 0, 5, 6, 9, 9]), 9) == []
 
 
 @pytest.mark.parametrize("sequence", [torch.tensor([0, 0, 5, 8, 7]), torch.tensor([[0, 0, 5, 6, 7]]), "text"])
 def test_another_prompts_sequence_is_not_stored_under_this_one(sequence: Any) -> None:
     row = Row(2, np.array([5, 6], np.uint32))
-    assert generated_tokens(row, sequence, 4, pad_token=None).tolist() == []
+    assert generated_tokens(row, sequence, 4, pad_token=None) is None

@@ -68,6 +68,42 @@ def test_harmless_arguments_do_not(model: Any, opened: Any) -> None:
     assert cache.statistics().reused_tokens == 36
 
 
+def test_what_generate_refuses_beside_a_cache_is_not_handed_on(model: Any, opened: Any) -> None:
+    """transformers takes neither a kind of cache nor a second one beside the cache that it is given."""
+    cache, generate = opened(), model.generate
+
+    def strict(*given: Any, past_key_values: Any = None, **named: Any) -> Any:
+        if past_key_values is not None and named.get("cache_implementation") is not None:
+            raise ValueError("Passing both `cache_implementation` and `past_key_values` is unsupported")
+        return generate(*given, past_key_values=past_key_values, **named)
+
+    model.generate = strict
+    for _ in range(2):
+        cache.generate(PROMPT, cache_implementation="dynamic", past_key_values=None)
+    assert cache.statistics().reused_tokens == 36
+    model.generation_config.cache_implementation = "dynamic"  # where nothing can be left out of the call
+    cache.generate(PROMPT)
+    cache.generate(PROMPT, cache_implementation="dynamic")
+    assert cache.statistics().bypassed == {"cache_implementation": 2}
+
+
+def test_arguments_by_place_go_past_the_cache(model: Any, opened: Any) -> None:
+    """Only the first two have names here; the others are handed on as they came."""
+    cache, generate = opened(), model.generate
+    seen: list[Any] = []
+
+    def placed(inputs: Any, config: Any = None, *further: Any, **named: Any) -> Any:
+        seen.append(further)
+        return generate(inputs, config, **named)
+
+    model.generate = placed
+    expected = generate(PROMPT)
+    assert torch.equal(cache.generate(PROMPT, None, ["processor"]), expected)
+    assert torch.equal(cache.generate(PROMPT, None, None), expected)
+    assert seen == [(["processor"],), ()]
+    assert cache.statistics().bypassed == {"arguments": 2}
+
+
 def test_padding_that_no_mask_tells_of(model: Any, opened: Any) -> None:
     padded = torch.cat([torch.zeros(1, 3, dtype=torch.long), PROMPT], 1)
     cache = opened()
@@ -97,8 +133,14 @@ def test_a_cache_that_comes_back_in_another_shape_is_not_stored(model: Any, open
         pass  # never run
     with cache.prefix(PROMPT[:, :20]) as prefix:
         model.generate(PROMPT[:, :10], past_key_values=prefix.past_key_values, max_new_tokens=1)
+    with cache.prefix(PROMPT) as prefix:  # what generate made of the prompt is another one
+        prefix.commit(model.generate(PROMPT.flip(1), past_key_values=prefix.past_key_values))
+    generate = model.generate
+    model.generate = lambda *given, **named: generate(*given, **named)[:, : PROMPT.shape[1] + 1]
+    cache.generate(PROMPT)  # columns that are no token's, as those of a learned prompt
     assert cache.statistics().stored_pages == 0
-    assert cache.statistics().bypassed == {"state": 1}
+    assert cache.statistics().bypassed == {"state": 3}
+    assert cache.cache.statistics().open_requests == 0
 
 
 def test_a_closed_cache_generates_without(model: Any, opened: Any) -> None:
