@@ -23,7 +23,7 @@ _LOG = logging.getLogger(__name__)
 
 AUTO: Final = "auto"
 
-_LENGTHS: Final = tuple(1 << bits for bits in range(8, 23, 2))
+_LENGTHS: Final = tuple(1 << bits for bits in range(8, 23))
 """Lengths of runs that are measured, 256 bytes to 4 MiB."""
 _SCRATCH: Final = 32 << 20
 """Bytes on each side, for as long as it is measured: far above what caches hold of a link's traffic."""
@@ -301,13 +301,18 @@ def _wrong(scratch: _Scratch, executor: Executor) -> str:
 def _measured(
     scratch: _Scratch, executors: Executors, clock: Clock, seconds: float, lengths: Sequence[int]
 ) -> list[Rate]:
-    """Rates of all usable executors; for each length and direction of all of them or of none."""
+    """Rates of all usable executors; for each length and direction of all of them or of none.
+
+    Every other length comes first, those between them while there is time.
+    """
     end = clock.now() + seconds
     rates: list[Rate] = []
-    for length in lengths:
+    for length in (*lengths[::2], *lengths[1::2]):
         for to_device in (True, False):
-            if clock.now() >= end or length > scratch.size:
+            if clock.now() >= end:
                 return rates
+            if length > scratch.size:
+                continue
             table = _scattered(scratch, length, to_device=to_device)
             rates.extend(
                 Rate(name, to_device, length, len(table), table.total / _median_seconds(scratch, executor.run, table))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -35,6 +35,9 @@ _SAID: Final = 300
 _HIGH: Final = -1
 """Priority of a stream; CUDA has at least this one above the default of 0, and takes what is nearest."""
 _NOT_READY: Final = 600
+_NOT_SUPPORTED: Final = 801
+_REGISTER_READ_ONLY: Final = 8
+"""cudaHostRegisterReadOnly, which cupy has no name for."""
 
 
 class _Handle:
@@ -108,23 +111,24 @@ class CupyDriver:
         self.device = device
         self._cupy = cupy
         self._runtime = cupy.cuda.runtime
-        self._bindings, self.no_batches = _bindings(_driver_version(self._runtime))
+        self._facts: DeviceFacts | None = None
+        self._bindings, self._attributes, self.no_batches = _bindings(_driver_version(self._runtime))
         self.batches = self._bindings is not None
-        self._attributes: Any = None
-        if self._bindings is not None:
-            # Sources are read in stream order, behind whatever the stream was made to wait for.
-            self._attributes = self._bindings.cudaMemcpyAttributes()
-            self._attributes.srcAccessOrder = self._bindings.cudaMemcpySrcAccessOrder.cudaMemcpySrcAccessOrderStream
-            # The model computes beside them. A hint, which a device may leave aside.
-            self._attributes.flags = int(self._bindings.cudaMemcpyFlags.cudaMemcpyFlagPreferOverlapWithCompute)
 
     def facts(self) -> DeviceFacts:
-        """What the device is."""
+        """What the device is. Asked once: some of it takes CUDA milliseconds, with the GIL held."""
+        if self._facts is None:
+            self._facts = self._look()
+        return self._facts
+
+    def _look(self) -> DeviceFacts:
         runtime, number = self._runtime, self.device
+        bus = ""
         with self._calls("cudaDeviceGetAttribute"):
             properties = runtime.getDeviceProperties(number)
             maps = runtime.deviceGetAttribute(runtime.cudaDevAttrCanUseHostPointerForRegisteredMem, number)
-            bus = str(runtime.deviceGetPCIBusId(number))
+            with suppress(runtime.CUDARuntimeError):  # virtual machines may have no such bus
+                bus = str(runtime.deviceGetPCIBusId(number))
         return DeviceFacts(
             number=number,
             name=bytes(properties["name"]).decode("ascii", "replace"),
@@ -150,11 +154,17 @@ class CupyDriver:
         kind = _KINDS.get(int(found.type), "unregistered")
         return Pointer(kind, -1 if kind == "unregistered" else int(found.device))
 
-    def host_register(self, address: int, size: int) -> None:
+    def host_register(self, address: int, size: int, *, read_only: bool = False) -> None:
         """Pin host memory that exists."""
-        flags = self._runtime.hostAllocPortable | self._runtime.hostAllocMapped  # the same bits as cudaHostRegister's
+        runtime = self._runtime
+        flags = runtime.hostAllocPortable | runtime.hostAllocMapped  # the same bits as cudaHostRegister's
         with self._calls("cudaHostRegister"):
-            self._runtime.hostRegister(address, size, flags)
+            if read_only:
+                if not runtime.deviceGetAttribute(runtime.cudaDevAttrHostRegisterReadOnlySupported, self.device):
+                    said = "the memory is mapped for reading only, which this device cannot pin"
+                    raise CudaError("cudaHostRegister", "cudaErrorNotSupported", _NOT_SUPPORTED, said)
+                flags |= _REGISTER_READ_ONLY
+            runtime.hostRegister(address, size, flags)
 
     def host_unregister(self, address: int) -> None:
         """Undo `host_register`."""
@@ -194,9 +204,9 @@ class CupyDriver:
 
     def current_stream(self) -> Stream:
         """Torch's stream where it is loaded and has begun to use CUDA, else cupy's."""
-        torch = sys.modules.get("torch")
-        if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
-            current = torch.cuda.current_stream(self.device)
+        of_torch = getattr(sys.modules.get("torch"), "cuda", None)  # none while another thread imports torch
+        if of_torch is not None and of_torch.is_initialized():
+            current = of_torch.current_stream(self.device)
             return _Handle(int(current.cuda_stream), current)
         with self._calls("cudaGetDevice"):
             current = self._cupy.cuda.get_current_stream()
@@ -224,12 +234,12 @@ class CupyDriver:
 
     def query(self, event: Event) -> bool:
         """Whether the event has passed."""
-        status = int(self._runtime.eventQuery(event.ptr))
-        if status == _NOT_READY:
-            return False
+        runtime = self._runtime
         with self._calls("cudaEventQuery"):
-            self._runtime.check_status(status)
-        return True
+            status = int(runtime.eventQuery(event.ptr))
+            if status != _NOT_READY:
+                runtime.check_status(status)
+        return status != _NOT_READY
 
     def synchronize(self, event: Event) -> None:
         """Block until the event has passed."""
@@ -243,8 +253,15 @@ class CupyDriver:
 
     def memcpy_async(self, target: int, source: int, size: int, stream: Stream) -> None:
         """Copy bytes; CUDA tells by the addresses from where to where."""
-        with self._calls("cudaMemcpyAsync", choose=False):
-            self._runtime.memcpyAsync(target, source, size, self._runtime.memcpyDefault, stream.ptr)
+        runtime = self._runtime
+        try:
+            if runtime.getDevice() == self.device:  # thousands in a row: without what `_calls` costs
+                runtime.memcpyAsync(target, source, size, runtime.memcpyDefault, stream.ptr)
+                return
+        except runtime.CUDARuntimeError as error:
+            raise _worded("cudaMemcpyAsync", error) from error
+        with self._calls("cudaMemcpyAsync"):
+            runtime.memcpyAsync(target, source, size, runtime.memcpyDefault, stream.ptr)
 
     def memcpy_batch_async(
         self, targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int], stream: Stream
@@ -252,11 +269,15 @@ class CupyDriver:
         """Copy many runs by one call."""
         bindings = self._bindings
         if bindings is None:
-            raise CudaError("cudaMemcpyBatchAsync", "cudaErrorNotSupported", 801, self.no_batches)
-        with self._calls("cudaMemcpyBatchAsync"):
-            answer = bindings.cudaMemcpyBatchAsync(
-                list(targets), list(sources), list(sizes), len(sizes), [self._attributes], [0], 1, stream.ptr
-            )
+            raise CudaError("cudaMemcpyBatchAsync", "cudaErrorNotSupported", _NOT_SUPPORTED, self.no_batches)
+        try:
+            with self._calls("cudaMemcpyBatchAsync"):
+                answer = bindings.cudaMemcpyBatchAsync(
+                    list(targets), list(sources), list(sizes), len(sizes), [self._attributes], [0], 1, stream.ptr
+                )
+        except (TypeError, ValueError, OverflowError) as error:  # of the bindings, before CUDA is called
+            said = " ".join(str(error).split())[:_SAID]
+            raise CudaError("cudaMemcpyBatchAsync", type(error).__name__, -1, said) from error
         status = answer[0]
         if int(status) != 0:
             raise CudaError("cudaMemcpyBatchAsync", str(status.name), int(status))
@@ -292,39 +313,56 @@ class CupyDriver:
             with self._calls("cuLaunchKernel"):
                 kernel(grid, block, tuple(arguments), stream=stream)
         except self._cupy.cuda.driver.CUDADriverError as error:
-            name, _, text = str(error).partition(":")
-            raise CudaError("cuLaunchKernel", name, int(error.status), text.strip()) from error
+            raise _worded("cuLaunchKernel", error) from error
 
     @contextmanager
-    def _calls(self, call: str, *, choose: bool = True) -> Iterator[None]:
+    def _calls(self, call: str) -> Iterator[None]:
         """Make the device the current one of this thread, and give errors their common form."""
-        runtime = self._runtime
-        before = self.device
+        before = 0
         try:
-            if choose:
-                before = runtime.getDevice()
-                if before != self.device:
-                    runtime.setDevice(self.device)
+            before = self._choose()
             yield
-        except runtime.CUDARuntimeError as error:
-            name, _, text = str(error).partition(":")
-            raise CudaError(call, name, int(error.status), text.strip()) from error
+        except self._runtime.CUDARuntimeError as error:
+            raise _worded(call, error) from error
         finally:
-            if before != self.device:
-                runtime.setDevice(before)
+            if before:
+                self._cupy.cuda.driver.ctxSetCurrent(before)
+
+    def _choose(self) -> int:
+        """Make the device this thread's current one; the context to go back to, 0 where there is none.
+
+        A thread without a context, as those that hicache starts, keeps the device: it counts as on device 0 only as
+        nobody has chosen, and to choose that would make a context there, which takes hundreds of MiB of another GPU.
+        """
+        if int(self._runtime.getDevice()) == self.device:
+            return 0
+        before = int(self._cupy.cuda.driver.ctxGetCurrent())
+        self._runtime.setDevice(self.device)
+        return before
 
 
-def _bindings(driver: int) -> tuple[Any, str]:
-    """The module with batched copies, or None and why."""
+def _worded(call: str, error: Any) -> CudaError:
+    """An error of cupy, which has a status and a text that begins with the name."""
+    name, _, text = str(error).partition(":")
+    return CudaError(call, name, int(error.status), text.strip())
+
+
+def _bindings(driver: int) -> tuple[Any, Any, str]:
+    """The module with batched copies and the attributes of all copies, or None and why."""
     if driver < _OLDEST_BATCH:
-        return None, f"the driver serves CUDA {version_text(driver)}, and batched copies begin with 12.8"
+        return None, None, f"the driver serves CUDA {version_text(driver)}, and batched copies begin with 12.8"
     try:
         from cuda.bindings import runtime
     except ImportError as error:
-        return None, f"cuda-bindings cannot be imported ({error}): pip install 'hicache[cuda]'"
+        return None, None, f"cuda-bindings cannot be imported ({error}): pip install 'hicache[cuda]'"
     if not hasattr(runtime, "cudaMemcpyBatchAsync"):
-        return None, "cuda-bindings is older than 12.8: pip install -U cuda-bindings"
-    return runtime, ""
+        return None, None, "cuda-bindings is older than 12.8: pip install -U cuda-bindings"
+    attributes = runtime.cudaMemcpyAttributes()
+    # Sources are read in stream order, behind whatever the stream was made to wait for.
+    attributes.srcAccessOrder = runtime.cudaMemcpySrcAccessOrder.cudaMemcpySrcAccessOrderStream
+    # The model computes beside them. A hint, which a device may leave aside.
+    attributes.flags = int(runtime.cudaMemcpyFlags.cudaMemcpyFlagPreferOverlapWithCompute)
+    return runtime, attributes, ""
 
 
 def _numa_node(bus: str) -> int | None:

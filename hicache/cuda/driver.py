@@ -13,6 +13,7 @@ from typing import Any, Final, Literal, Protocol, TypeAlias
 from hicache.errors import HicacheError
 
 __all__ = [
+    "ALREADY_PINNED",
     "OUT_OF_MEMORY",
     "CudaDriver",
     "CudaError",
@@ -32,6 +33,7 @@ MemoryKind: TypeAlias = Literal["device", "host", "managed", "unregistered"]
 Priority: TypeAlias = Literal["high", "low"]
 
 OUT_OF_MEMORY: Final = "cudaErrorMemoryAllocation"
+ALREADY_PINNED: Final = "cudaErrorHostMemoryAlreadyRegistered"
 
 
 class CudaError(HicacheError):
@@ -41,12 +43,14 @@ class CudaError(HicacheError):
         call: what was called.
         name: the error's name, such as "cudaErrorMemoryAllocation".
         code: its number.
+        text: what is said beside the name; may be empty.
     """
 
     def __init__(self, call: str, name: str, code: int, text: str = "") -> None:
         self.call = call
         self.name = name
         self.code = code
+        self.text = text
         super().__init__(f"{call}: {name} ({code})" + (f": {text}" if text else ""))
 
 
@@ -115,9 +119,10 @@ class DeviceFacts:
 class CudaDriver(Protocol):
     """One device. Any thread may call it; none needs to choose the device first.
 
-    Calls that only put work into a stream return at once, but for copies from or to host memory that is not pinned,
-    which may block. All release the GIL where they may block. All raise `CudaError`; an error of work that was put
-    into a stream earlier comes out of any later call.
+    A thread that has used no device before is left with this one as its current one, others with theirs. Calls that
+    only put work into a stream return at once, but for copies from or to host memory that is not pinned, which may
+    block, and for streams that hold about a thousand pieces of work. All but `record` release the GIL where they may
+    block. All raise `CudaError`; an error of work that was put into a stream earlier comes out of any later call.
 
     Attributes:
         device: its number.
@@ -143,8 +148,11 @@ class CudaDriver(Protocol):
 
     # ---- memory
 
-    def host_register(self, address: int, size: int) -> None:
-        """Pin host memory that exists, for all devices, so that they may reach it."""
+    def host_register(self, address: int, size: int, *, read_only: bool = False) -> None:
+        """Pin host memory that exists, for all devices, so that they may reach it.
+
+        `read_only` is for memory that is mapped so; some devices cannot pin that at all.
+        """
         ...
 
     def host_unregister(self, address: int) -> None:
@@ -218,7 +226,11 @@ class CudaDriver(Protocol):
     def memcpy_batch_async(
         self, targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int], stream: Stream
     ) -> None:
-        """Copy many runs by one call, in any order among themselves; all lengths the same, none empty."""
+        """Copy many runs by one call, in any order among themselves.
+
+        As many of each, at least one, all of Python's own integers; none is empty. Host memory must be pinned, and
+        the stream one that `stream` made: CUDA takes no batch for its default one.
+        """
         ...
 
     def memset_async(self, address: int, value: int, size: int, stream: Stream) -> None:

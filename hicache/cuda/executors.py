@@ -38,7 +38,7 @@ METHODS: Final = ("plain", "batch", "kernel")
 
 BATCH_RUNS: Final = 2048
 """Runs of one call. Enough that its own cost is small beside theirs, few enough that the link starts on the first
-while the next are prepared."""
+while the next are prepared. Drivers of CUDA 13.0 are known to fail on calls with fifty thousand."""
 
 _DIRECT_RUNS: Final = 8
 """Up to so many runs the kernel reads its table from pinned memory itself: that is a few reads over the link, where a
@@ -90,7 +90,7 @@ class PlainExecutor(Executor):
 
 
 class BatchExecutor(Executor):
-    """One call for up to `BATCH_RUNS` runs."""
+    """One call for up to `BATCH_RUNS` runs. Host memory must be pinned."""
 
     name = "batch"
 
@@ -168,10 +168,19 @@ class KernelExecutor(Executor):
                 driver.launch(self._kernel, (self.blocks, 1, 1), (THREADS, 1, 1), arguments, stream)
             finally:
                 # Also behind a failure: the table's copy may be under way.
-                driver.record(buffer.free, stream)
+                self._fence(buffer, stream)
+
+    def _fence(self, buffer: _Buffer, stream: Stream) -> None:
+        try:
+            self._driver.record(buffer.free, stream)
+        except CudaError:
+            self._buffers.remove(buffer)  # for good: nobody can tell when its table is no longer read
+            raise
 
     def _free_buffer(self) -> _Buffer:
         """One whose table nobody reads any more, now the last in the list; waits for the first if there is none."""
+        if not self._buffers:
+            raise CudaError("a copy kernel", "no table", -1, "its tables are in use for good, or it is closed")
         buffer = next((one for one in self._buffers if self._driver.query(one.free)), None)
         if buffer is None:
             buffer = self._buffers[0]
@@ -219,16 +228,16 @@ def open_executors(driver: CudaDriver, facts: DeviceFacts, *, pinned: bool, bloc
     Args:
         driver: the device.
         facts: what it is.
-        pinned: whether the host pool's memory is; kernels can reach no other.
+        pinned: whether the host pool's memory is; batches and kernels can reach no other.
         blocks: of the copy kernel's grid; None is `default_blocks`.
     """
     usable: dict[str, Executor] = {PlainExecutor.name: PlainExecutor(driver)}
     absent: dict[str, str] = {}
-    if driver.batches:
+    reason = _unreachable(facts, pinned=pinned)
+    if driver.batches and not reason:
         usable[BatchExecutor.name] = BatchExecutor(driver)
     else:
-        absent[BatchExecutor.name] = driver.no_batches
-    reason = _no_kernel(facts, pinned=pinned)
+        absent[BatchExecutor.name] = reason or driver.no_batches
     if not reason:
         try:
             usable[KernelExecutor.name] = KernelExecutor(driver, blocks=blocks or default_blocks(facts))
@@ -239,9 +248,10 @@ def open_executors(driver: CudaDriver, facts: DeviceFacts, *, pinned: bool, bloc
     return Executors(usable, absent)
 
 
-def _no_kernel(facts: DeviceFacts, *, pinned: bool) -> str:
+def _unreachable(facts: DeviceFacts, *, pinned: bool) -> str:
+    """Why the device itself cannot use the host pool's addresses; empty where it can."""
     if not pinned:
-        return "the host memory is not pinned, and kernels reach no other"
+        return "the host memory is not pinned, and this way reaches no other"
     if not facts.maps_host:
         return f"{facts.name} cannot reach pinned memory by the host's own addresses"
     return ""

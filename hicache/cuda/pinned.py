@@ -14,7 +14,7 @@ from typing import Final, Literal, TypeAlias
 import numpy as np
 
 from hicache.core.arenas import ArenaPlan
-from hicache.cuda.driver import CudaDriver, CudaError
+from hicache.cuda.driver import ALREADY_PINNED, CudaDriver, CudaError
 from hicache.cuda.runs import HostPart
 from hicache.errors import ConfigError
 from hicache.memory.arena import Arena
@@ -75,13 +75,14 @@ class HostPins:
         self._others = 0  # bytes that somebody else has pinned, and will unpin
         self._failures: list[str] = []
 
-    def pin(self, address: int, size: int, what: str) -> bool:
+    def pin(self, address: int, size: int, what: str, *, writes: bool = True) -> bool:
         """Pin a range that is mapped and will be until `close` or `unpin`.
 
         Args:
             address: of its first byte, at the start of a page of the machine.
             size: bytes.
             what: it is, for the text.
+            writes: whether it is mapped for writing too.
 
         Returns:
             Whether it is pinned. A failure was logged and is in `statistics`.
@@ -98,7 +99,7 @@ class HostPins:
                 if self._is_pinned(address) and self._is_pinned(address + size - 1):
                     self._others += size
                     return True
-                self._driver.host_register(address, size)
+                self._driver.host_register(address, size, read_only=not writes)
             except CudaError as error:
                 said = _refusal(what, size, error)
                 if self._pinning == "require":
@@ -145,12 +146,14 @@ class HostPins:
 
 
 def _refusal(what: str, size: int, error: CudaError) -> str:
+    said = f"{what} of {format_size(size)} could not be pinned: {error.name} ({error.code})"
+    if error.name == ALREADY_PINNED:
+        return f"{said}: a part of it was pinned by somebody else; let hicache pin all of it, or nobody else a part"
+    if error.name == "cudaErrorNotSupported":
+        return f"{said}: {error.text}"
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     limit = "" if soft == resource.RLIM_INFINITY else f" (this process may lock {format_size(soft)})"
-    return (
-        f"{what} of {format_size(size)} could not be pinned: {error.name} ({error.code}){limit}; make it smaller, or "
-        "raise the limit by ulimit -l"
-    )
+    return f"{said}{limit}; make it smaller, or raise the limit by ulimit -l"
 
 
 class PinnedHostPool(ArenaHostPool):
@@ -171,6 +174,7 @@ class PinnedHostPool(ArenaHostPool):
         driver: CudaDriver,
         pinning: Pinning = "try",
         numa_node: int | None = None,
+        numa_required: bool = True,
         root: Path = Path("/"),
     ) -> PinnedHostPool:
         """Make the memory and pin it.
@@ -181,13 +185,22 @@ class PinnedHostPool(ArenaHostPool):
             driver: of the device.
             pinning: see `Pinning`.
             numa_node: of the host, from which the memory is taken; None: wherever.
+            numa_required: whether it must come from there; else it comes from wherever, with a warning, where the
+                node has too little or the kernel does not let it be chosen, as in many containers.
             root: folder under which `proc` and `sys` are looked up for the limits.
 
         Raises:
             ConfigError: more than there is, or it cannot be pinned and must be; nothing is left.
         """
         pins = HostPins(driver, pinning)
-        made = cls.create(plan, slots, numa_nodes=() if numa_node is None else (numa_node,), root=root)
+        nodes = () if numa_node is None else (numa_node,)
+        try:
+            made = cls.create(plan, slots, numa_nodes=nodes, root=root)
+        except ConfigError as error:
+            if numa_required or not nodes:
+                raise
+            made = cls.create(plan, slots, root=root)
+            _LOG.warning("host memory is taken from any NUMA node, not from the GPU's: %s", error)
         assert isinstance(made, PinnedHostPool)
         made._pins = pins
         try:
@@ -246,7 +259,8 @@ def host_parts(host: HostPool) -> tuple[HostPart, ...]:
 def rank_parts(pages: RankPages) -> tuple[HostPart, ...]:
     """Where one rank's pages lie in the arenas that it maps, as a client of a service has them."""
     return tuple(
-        HostPart(memory.rows.ctypes.data, pages.slots, memory.rows.strides[0], memory.runs) for memory in pages.memories
+        HostPart(memory.rows.ctypes.data, pages.slots, memory.rows.strides[0], memory.runs, memory.writes)
+        for memory in pages.memories
     )
 
 

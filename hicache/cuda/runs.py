@@ -63,12 +63,14 @@ class HostPart:
         slots: number of slots.
         stride: bytes from one slot to the next.
         runs: which bytes of a page lie where in a slot.
+        writes: whether it is mapped for writing too.
     """
 
     address: int
     slots: int
     stride: int
     runs: tuple[Run, ...]
+    writes: bool = True
 
     @classmethod
     def whole(cls, address: int, slots: int, page_bytes: int, stride: int | None = None) -> HostPart:

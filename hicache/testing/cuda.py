@@ -3,7 +3,8 @@
 Work that is put into a stream is done only when somebody asks for an event, or a test says so, and which stream goes on
 is drawn from a seed. A copy is done in two steps: first its target is filled with poison, later its bytes come, read at
 one of the two. So whoever reads or writes without having waited as he must finds poison, or is overwritten, under some
-seed. Nothing here says how fast a GPU is.
+seed. What CUDA, cupy or its bindings would refuse at once is refused here too: numbers of a wrong type, memory that is
+not mapped or pinned in part, the default stream for batches, handles of nobody. Nothing here says how fast a GPU is.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, Final, TypeAlias
 
 from hicache.cuda.driver import OUT_OF_MEMORY, CudaError, DeviceFacts, Event, Kernel, Pointer, Priority, Stream
 from hicache.memory.base import POISON
+from hicache.testing.cudachecks import check_batch, check_launch, check_mapped, check_numbers, check_whole, inside
 from hicache.testing.cudastreams import FakeEvent, FakeStream, Gate, Timeline, Work
 
 __all__ = ["FakeCuda", "KernelModel", "Run"]
@@ -27,7 +29,8 @@ KernelModel: TypeAlias = "Callable[[FakeCuda, Sequence[Any]], Sequence[Run]]"
 """What a kernel copies, by its arguments; it is asked when the kernel begins."""
 
 _ALIGNMENT: Final = 256
-_MOST_THREADS: Final = 1024  # of a block
+_INVALID_VALUE: Final = ("cudaErrorInvalidValue", 1)
+_INVALID_HANDLE: Final = ("cudaErrorInvalidResourceHandle", 400)
 
 
 @dataclass(slots=True)
@@ -103,6 +106,14 @@ class FakeCuda:
         with self._changed:
             self._faults.append(_Fault(call, CudaError(call, name, code, "injected"), after))
 
+    def lose(self, name: str = "cudaErrorIllegalAddress", code: int = 700) -> None:
+        """Break the device for good: every call raises from now on, those that wait too.
+
+        What its streams hold is not gone: it goes on where a test says so, by `drive` or `finish`, as copies that were
+        under way may.
+        """
+        self.timeline.lose(CudaError("the device", name, code, "injected"))
+
     def use(self, stream: FakeStream) -> None:
         """Make a stream the calling thread's current one."""
         self._local.stream = stream
@@ -161,19 +172,22 @@ class FakeCuda:
     def pointer(self, address: int) -> Pointer:
         """What is at an address."""
         self._called("pointer")
+        check_numbers("cudaPointerGetAttributes", address)
         with self._changed:
             for start, (size, device) in self._foreign.items():
                 if start <= address < start + size:
                     return Pointer("device", device)
-            if _inside(self.allocated, address, 1):
+            if inside(self.allocated, address, 1):
                 return Pointer("device", self.device)
-            if _inside(self.registered, address, 1):
+            if inside(self.registered, address, 1):
                 return Pointer("host", self.device)
             return Pointer("unregistered", -1)
 
-    def host_register(self, address: int, size: int) -> None:
+    def host_register(self, address: int, size: int, *, read_only: bool = False) -> None:
         """Pin host memory that exists."""
         self._called("host_register")
+        check_numbers("cudaHostRegister", address, size)
+        check_mapped(address, size, read_only=read_only)
         with self._changed:
             if self._lockable is not None and sum(self.registered.values()) + size > self._lockable:
                 raise CudaError("cudaHostRegister", OUT_OF_MEMORY, 2, "out of memory")
@@ -185,12 +199,13 @@ class FakeCuda:
         """Undo `host_register`."""
         self._called("host_unregister")
         with self._changed:
-            if self.registered.pop(address, None) is None:
+            if address in self._buffers or self.registered.pop(address, None) is None:
                 raise CudaError("cudaHostUnregister", "cudaErrorHostMemoryNotRegistered", 713)
 
     def host_alloc(self, size: int) -> int:
         """New pinned host memory."""
         self._called("host_alloc")
+        check_numbers("cudaHostAlloc", size)
         with self._changed:
             address = self._buffer(size)
             self.registered[address] = size
@@ -200,12 +215,14 @@ class FakeCuda:
         """Give back what `host_alloc` gave."""
         self._called("host_free")
         with self._changed:
+            if address not in self.registered or self._buffers.pop(address, None) is None:
+                raise CudaError("cudaFreeHost", *_INVALID_VALUE)
             del self.registered[address]
-            del self._buffers[address]
 
     def malloc(self, size: int) -> int:
         """New memory on the device, full of poison."""
         self._called("malloc")
+        check_numbers("cudaMalloc", size)
         with self._changed:
             if sum(self.allocated.values()) + size > self._memory:
                 raise CudaError("cudaMalloc", OUT_OF_MEMORY, 2, "out of memory")
@@ -218,7 +235,8 @@ class FakeCuda:
         self._called("free")
         self.finish()
         with self._changed:
-            del self.allocated[address]
+            if self.allocated.pop(address, None) is None:
+                raise CudaError("cudaFree", *_INVALID_VALUE)
             del self._buffers[address]
 
     def stream(self, priority: Priority = "low") -> FakeStream:
@@ -229,6 +247,8 @@ class FakeCuda:
     def external_stream(self, ptr: int, keep: object = None) -> FakeStream:
         """A stream by its handle."""
         del keep
+        if ptr not in self.timeline.streams:
+            raise CudaError("cudaStreamGetFlags", *_INVALID_HANDLE)
         return self.timeline.streams[ptr]
 
     def current_stream(self) -> FakeStream:
@@ -238,14 +258,13 @@ class FakeCuda:
 
     def event(self, *, timing: bool = False) -> FakeEvent:
         """A new event."""
-        del timing
         self._called("event")
-        return self.timeline.event()
+        return self.timeline.event(timing=timing)
 
     def external_event(self, ptr: int, keep: object = None) -> FakeEvent:
         """An event by its handle."""
         del keep
-        return self.timeline.events[ptr]
+        return self._handled(ptr)
 
     def record(self, event: Event, stream: Stream) -> None:
         """Let the event pass behind what is in the stream now."""
@@ -274,11 +293,20 @@ class FakeCuda:
     def elapsed(self, start: Event, end: Event) -> float:
         """Seconds between two events, as `seconds` says."""
         self._called("elapsed")
-        return self._event(end).at - self._event(start).at
+        both = self._event(start), self._event(end)
+        if any(not event.timing or not event.recorded for event in both):
+            raise CudaError("cudaEventElapsedTime", *_INVALID_HANDLE)
+        if any(event.passed < event.recorded for event in both):
+            raise CudaError("cudaEventElapsedTime", "cudaErrorNotReady", 600)
+        return both[1].at - both[0].at
 
     def memcpy_async(self, target: int, source: int, size: int, stream: Stream) -> None:
         """Copy bytes."""
         self._called("memcpy_async")
+        check_numbers("cudaMemcpyAsync", target, source, size)
+        with self._changed:
+            for address in (target, source):
+                check_whole("cudaMemcpyAsync", self.registered, address, size)
         self._copies(stream, "copy", lambda: [(target, source, size)], runs=1, size=size)
 
     def memcpy_batch_async(
@@ -288,16 +316,20 @@ class FakeCuda:
         self._called("memcpy_batch_async")
         if not self.batches:
             raise CudaError("cudaMemcpyBatchAsync", "cudaErrorNotSupported", 801, self.no_batches)
+        check_batch(stream.ptr, self.default.ptr, targets, sources, sizes)
         runs = list(zip(targets, sources, sizes, strict=True))
-        if not runs or min(sizes) <= 0:
-            raise CudaError("cudaMemcpyBatchAsync", "cudaErrorInvalidValue", 1)
         with self._changed:
+            known = self._reachable()
+            for target, source, size in runs:
+                if not all(any(inside(ranges, address, size) for ranges in known) for address in (target, source)):
+                    raise CudaError("cudaMemcpyBatchAsync", *_INVALID_VALUE)
             self.timeline.random.shuffle(runs)  # there is no order among them
         self._copies(stream, "batch", lambda: runs, runs=len(runs), size=sum(sizes))
 
     def memset_async(self, address: int, value: int, size: int, stream: Stream) -> None:
         """Fill bytes."""
         self._called("memset_async")
+        check_numbers("cudaMemsetAsync", address, size)
         self.timeline.put(self._stream(stream), Work(lambda: _fill(address, value, size)))
 
     def compile(self, source: str, name: str, options: Sequence[str] = ()) -> Kernel:
@@ -319,8 +351,7 @@ class FakeCuda:
     ) -> None:
         """Let a kernel copy what its model says. Host memory that it touches must be pinned."""
         self._called("launch")
-        if min(*grid, *block) < 1 or block[0] * block[1] * block[2] > _MOST_THREADS:
-            raise CudaError("cuLaunchKernel", "CUDA_ERROR_INVALID_VALUE", 1)
+        check_launch(grid, block, arguments)
         given = tuple(arguments)
         self._copies(stream, "kernel", lambda: kernel(self, given), runs=1, size=0, by_kernel=True)
 
@@ -330,7 +361,17 @@ class FakeCuda:
         return self.timeline.streams[stream.ptr]
 
     def _event(self, event: Event) -> FakeEvent:
-        return self.timeline.events[event.ptr]
+        return self._handled(event.ptr)
+
+    def _handled(self, ptr: int) -> FakeEvent:
+        found = self.timeline.events.get(ptr)
+        if found is None:
+            raise CudaError("cudaEventQuery", *_INVALID_HANDLE)
+        return found
+
+    def _reachable(self) -> tuple[Mapping[int, int], ...]:
+        """Memory that the device itself reaches."""
+        return self.allocated, self.registered, {start: size for start, (size, _) in self._foreign.items()}
 
     def _copies(
         self,
@@ -367,9 +408,9 @@ class FakeCuda:
 
     def _check_range(self, address: int, size: int, *, by_kernel: bool) -> None:
         """Nothing may leave the memory in which it begins; kernels reach only the device's and what is pinned."""
-        reachable = (self.allocated, self.registered, {start: size for start, (size, _) in self._foreign.items()})
-        known = any(_inside(ranges, address, 1) for ranges in reachable)
-        if (known or by_kernel) and not any(_inside(ranges, address, size) for ranges in reachable):
+        reachable = self._reachable()
+        known = any(inside(ranges, address, 1) for ranges in reachable)
+        if (known or by_kernel) and not any(inside(ranges, address, size) for ranges in reachable):
             raise CudaError("a copy", "cudaErrorIllegalAddress", 700, f"{size} bytes at {address:#x}")
 
     def _buffer(self, size: int) -> int:
@@ -393,10 +434,6 @@ class FakeCuda:
                     return
                 self._faults.remove(fault)
                 raise fault.error
-
-
-def _inside(ranges: Mapping[int, int], address: int, size: int) -> bool:
-    return any(start <= address and address + size <= start + held for start, held in ranges.items())
 
 
 def _fill(address: int, value: int, size: int) -> None:

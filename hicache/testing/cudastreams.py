@@ -21,8 +21,9 @@ _NEW_ORDER: Final = 0.15
 class FakeEvent:
     """An event. `recorded` counts how often it was, `passed` how many of those have passed, `at` is when."""
 
-    def __init__(self, ptr: int) -> None:
+    def __init__(self, ptr: int, *, timing: bool = False) -> None:
         self.ptr = ptr
+        self.timing = timing
         self.recorded = 0
         self.passed = 0
         self.at = 0.0
@@ -72,6 +73,7 @@ class Timeline:
         lock: guards all of it.
         now: seconds of all work that was done.
         broken: the error that ended everything, if one has.
+        lost: the error that ended everything but the work that was there.
         random: what is drawn from.
     """
 
@@ -80,6 +82,7 @@ class Timeline:
         self.lock = threading.Condition(threading.RLock())
         self.now = 0.0
         self.broken: CudaError | None = None
+        self.lost: CudaError | None = None
         self.streams: dict[int, FakeStream] = {}
         self.events: dict[int, FakeEvent] = {}
         self._numbers = itertools.count(1)
@@ -91,10 +94,10 @@ class Timeline:
             self.streams[made.ptr] = made
             return made
 
-    def event(self) -> FakeEvent:
+    def event(self, *, timing: bool = False) -> FakeEvent:
         """A new event."""
         with self.lock:
-            made = FakeEvent(next(self._numbers))
+            made = FakeEvent(next(self._numbers), timing=timing)
             self.events[made.ptr] = made
             return made
 
@@ -165,8 +168,15 @@ class Timeline:
 
     def raise_broken(self) -> None:
         """Raise what has ended everything."""
-        if self.broken is not None:
-            raise self.broken
+        ended = self.broken or self.lost
+        if ended is not None:
+            raise ended
+
+    def lose(self, error: CudaError) -> None:
+        """Answer everybody by an error from now on."""
+        with self.lock:
+            self.lost = error
+            self.lock.notify_all()
 
     def notify(self) -> None:
         """Let those who wait look again."""

@@ -7,14 +7,17 @@ are compared with what is called here.
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import re
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from hicache.cuda import cupy_driver
 from hicache.cuda.cupy_driver import CupyDriver, open_driver
 from hicache.cuda.driver import CudaError, Pointer
 from hicache.errors import ConfigError
@@ -38,6 +41,8 @@ class Runtime:
     def __init__(self) -> None:
         self.hostAllocPortable, self.hostAllocMapped, self.memcpyDefault = 1, 2, 4
         self.cudaDevAttrCanUseHostPointerForRegisteredMem = 91
+        self.cudaDevAttrHostRegisterReadOnlySupported = 113
+        self.context = 4711  # of the calling thread; 0: none
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
         self.broken: dict[str, RuntimeSaysError] = {}
         self.answers: dict[str, Any] = {"getDeviceCount": 2, "getDevice": 0, "driverGetVersion": 13000}
@@ -92,6 +97,8 @@ class Bindings:
         return SimpleNamespace(srcAccessOrder=None, flags=0)
 
     def cudaMemcpyBatchAsync(self, *arguments: Any) -> tuple[Any, ...]:
+        if not all(type(size) is int for size in arguments[2]):
+            raise TypeError("Argument 'sizes' is not instance of type\n(expected tuple[int] or list[int]")
         self.calls.append(arguments)
         return (self.status,)
 
@@ -101,7 +108,11 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> Any:
     runtime = Runtime()
     cuda = SimpleNamespace(
         runtime=runtime,
-        driver=SimpleNamespace(CUDADriverError=DriverSaysError),
+        driver=SimpleNamespace(
+            CUDADriverError=DriverSaysError,
+            ctxGetCurrent=lambda: runtime.context,
+            ctxSetCurrent=lambda context: runtime.calls.append(("ctxSetCurrent", (context,))),
+        ),
         Stream=lambda **options: SimpleNamespace(ptr=77, **options),
         Event=lambda **options: SimpleNamespace(ptr=88, **options),
         get_current_stream=lambda: SimpleNamespace(ptr=99),
@@ -170,11 +181,41 @@ def made(cupy: Any, device: int = 0) -> CupyDriver:
 def test_another_device_is_current_only_while_it_is_called(cupy: Any) -> None:
     cupy.runtime.answers["malloc"] = 512
     assert made(cupy, 1).malloc(64) == 512
-    assert [call for call in cupy.runtime.calls if call[0] in {"setDevice", "malloc"}] == [
+    assert [call for call in cupy.runtime.calls if call[0] in {"setDevice", "malloc", "ctxSetCurrent"}] == [
         ("setDevice", (1,)),
         ("malloc", (64,)),
-        ("setDevice", (0,)),
+        ("ctxSetCurrent", (4711,)),
     ]
+
+
+def test_a_thread_without_a_context_keeps_the_device_and_makes_none_on_another(cupy: Any) -> None:
+    """CUDA makes a context where a thread goes back to a device, which takes that device's memory."""
+    cupy.runtime.context = 0
+    driver = made(cupy, 1)
+    driver.memory()
+    assert cupy.runtime.named("setDevice") == [(1,)]
+    assert cupy.runtime.named("ctxSetCurrent") == []
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (lambda driver: driver.query(driver.external_event(6)), "eventQuery"),
+        (lambda driver: driver.memcpy_async(1, 2, 3, driver.external_stream(5)), "memcpyAsync"),
+        (lambda driver: driver.record(driver.external_event(6), driver.external_stream(5)), "eventRecord"),
+    ],
+)
+def test_calls_that_are_made_often_choose_the_device_too(cupy: Any, call: Any, named: str) -> None:
+    call(made(cupy, 1))
+    order = [name for name, _ in cupy.runtime.calls if name in {"setDevice", "ctxSetCurrent", named}]
+    assert order == ["setDevice", named, "ctxSetCurrent"]
+
+
+def test_a_copy_that_is_refused_is_told_with_its_name(cupy: Any) -> None:
+    cupy.runtime.broken["memcpyAsync"] = RuntimeSaysError("cudaErrorInvalidValue: invalid argument", 1)
+    for device in (0, 1):
+        with pytest.raises(CudaError, match=r"^cudaMemcpyAsync: cudaErrorInvalidValue \(1\): invalid argument$"):
+            made(cupy, device).memcpy_async(1, 2, 3, made(cupy).external_stream(5))
 
 
 def test_a_failure_has_the_call_the_name_and_the_code_and_the_device_is_put_back(cupy: Any) -> None:
@@ -184,7 +225,7 @@ def test_a_failure_has_the_call_the_name_and_the_code_and_the_device_is_put_back
     ) as caught:
         made(cupy, 1).host_register(4096, 8192)
     assert (caught.value.name, caught.value.code) == ("cudaErrorMemoryAllocation", 2)
-    assert cupy.runtime.named("setDevice")[-1] == (0,)
+    assert cupy.runtime.named("ctxSetCurrent") == [(4711,)]
 
 
 def test_host_memory_is_pinned_for_all_devices_and_mapped(cupy: Any) -> None:
@@ -198,6 +239,17 @@ def test_host_memory_is_pinned_for_all_devices_and_mapped(cupy: Any) -> None:
     driver.host_free(512)
     assert cupy.runtime.named("hostUnregister") == [(4096,)]
     assert cupy.runtime.named("freeHost") == [(512,)]
+
+
+def test_memory_that_is_mapped_for_reading_is_pinned_so_where_the_device_can(cupy: Any) -> None:
+    driver = made(cupy)
+    cupy.runtime.answers["deviceGetAttribute"] = 1
+    driver.host_register(4096, 8192, read_only=True)
+    assert cupy.runtime.named("deviceGetAttribute") == [(113, 0)]
+    assert cupy.runtime.named("hostRegister") == [(4096, 8192, 11)]
+    cupy.runtime.answers["deviceGetAttribute"] = 0
+    with pytest.raises(CudaError, match=r"cudaErrorNotSupported \(801\): the memory is mapped for reading only"):
+        driver.host_register(4096, 8192, read_only=True)
 
 
 def test_streams_and_events_are_those_that_overlap_and_let_threads_sleep(cupy: Any) -> None:
@@ -234,13 +286,14 @@ def test_the_current_stream_is_torchs_where_it_computes(cupy: Any, monkeypatch: 
     current = SimpleNamespace(cuda_stream=123)
     asked: list[int] = []
     cuda = SimpleNamespace(
-        is_available=lambda: True,
         is_initialized=lambda: True,
         current_stream=lambda device: asked.append(device) or current,  # type: ignore[func-returns-value]
     )
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))  # type: ignore[arg-type]
     assert made(cupy, 1).current_stream().ptr == 123
     assert asked == [1]
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace())  # type: ignore[arg-type]  another thread imports it
+    assert made(cupy, 1).current_stream().ptr == 99
 
 
 def test_what_is_at_an_address(cupy: Any) -> None:
@@ -257,6 +310,16 @@ def test_what_the_device_is(cupy: Any) -> None:
     assert (facts.name, facts.capability, facts.multiprocessors) == ("NVIDIA X", (9, 0), 132)
     assert (facts.maps_host, facts.numa_node, facts.driver, facts.runtime) == (True, None, 13000, 13020)
     assert made(cupy).memory() == (10, 20)
+
+
+def test_what_the_device_is_is_asked_once_and_needs_no_bus(cupy: Any) -> None:
+    properties = {"name": b"NVIDIA X", "major": 9, "minor": 0, "multiProcessorCount": 132, "totalGlobalMem": 1 << 37}
+    cupy.runtime.answers |= {"getDeviceProperties": properties, "deviceGetAttribute": 1}
+    cupy.runtime.broken["deviceGetPCIBusId"] = RuntimeSaysError("cudaErrorInvalidValue: invalid argument", 1)
+    driver = made(cupy)
+    assert driver.facts() is driver.facts()
+    assert driver.facts().numa_node is None
+    assert len(cupy.runtime.named("getDeviceProperties")) == 1
 
 
 def test_plain_copies_and_fills_go_to_their_stream(cupy: Any) -> None:
@@ -288,6 +351,14 @@ def test_a_batch_that_is_refused_is_told_with_its_name(cupy: Any, bindings: Bind
     driver = made(cupy)
     with pytest.raises(CudaError, match=r"cudaMemcpyBatchAsync: cudaErrorInvalidValue \(1\)"):
         driver.memcpy_batch_async([1], [2], [3], driver.external_stream(7))
+
+
+def test_numbers_that_the_bindings_do_not_take_are_told_as_any_failure(cupy: Any, bindings: Bindings) -> None:
+    """So an executor that uses them wrongly is found by its proof and left out, and attaching goes on."""
+    driver = made(cupy)
+    with pytest.raises(CudaError, match=r"cudaMemcpyBatchAsync: TypeError \(-1\): Argument 'sizes' .* \(expected"):
+        driver.memcpy_batch_async([1], [2], [np.int64(3)], driver.external_stream(7))  # type: ignore[list-item]
+    assert not bindings.calls
 
 
 def test_why_there_are_no_batches(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,7 +412,8 @@ def test_the_calls_are_those_of_cupy_itself() -> None:
         "hostRegister": 3, "hostUnregister": 1, "hostAlloc": 2, "freeHost": 1, "malloc": 1, "free": 1, "memGetInfo": 0,
         "memcpyAsync": 5, "memsetAsync": 4, "eventRecord": 2, "streamWaitEvent": 3, "eventQuery": 1,
         "eventSynchronize": 1, "eventElapsedTime": 2, "pointerGetAttributes": 1, "deviceGetPCIBusId": 1,
-        "deviceGetAttribute": 2, "getDeviceProperties": 1, "driverGetVersion": 0, "check_status": 1,
+        "deviceGetAttribute": 2, "getDeviceProperties": 1, "driverGetVersion": 0, "check_status": 1, "getDevice": 0,
+        "setDevice": 1, "getDeviceCount": 0, "runtimeGetVersion": 0,
     }  # fmt: skip
     for name, count in expected.items():
         signature = re.match(rf"{name}\((.*?)\)", getattr(cupy.cuda.runtime, name).__doc__)
@@ -352,6 +424,36 @@ def test_the_calls_are_those_of_cupy_itself() -> None:
         "hostAllocMapped",
         "memcpyDefault",
         "cudaDevAttrCanUseHostPointerForRegisteredMem",
+        "cudaDevAttrHostRegisterReadOnlySupported",
     ):
         assert isinstance(getattr(cupy.cuda.runtime, name), int), name
     assert issubclass(cupy.cuda.driver.CUDADriverError, Exception)
+    assert callable(cupy.cuda.driver.ctxGetCurrent)
+    assert callable(cupy.cuda.driver.ctxSetCurrent)
+    assert {"type", "device"} <= set(dir(cupy.cuda.runtime.PointerAttributes))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="cupy is not installed: its streams unseen")
+def test_streams_and_events_are_made_as_cupy_makes_them() -> None:
+    import cupy
+
+    for made_by, names in ((cupy.cuda.Stream, {"non_blocking", "priority"}), (cupy.cuda.Event, {"block"})):
+        assert names <= set(inspect.signature(made_by.__init__).parameters), made_by
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None,
+    reason="cuda-bindings is not installed: its calls unseen",
+)
+@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="a driver is here, which would believe the handles")
+def test_the_bindings_take_what_they_are_given() -> None:
+    """Where there is no driver they say so, but only once they have taken all of it."""
+    found, attributes, absent = cupy_driver._bindings(13000)
+    assert absent == ""
+    assert int(attributes.srcAccessOrder) == 1
+    assert int(attributes.flags) == 1
+    (status,) = found.cudaMemcpyBatchAsync([1 << 40], [1 << 30], [16], 1, [attributes], [0], 1, 12345)
+    assert status.name
+    assert int(status) != 0
+    with pytest.raises(TypeError):
+        found.cudaMemcpyBatchAsync([1 << 40], [1 << 30], [np.int64(16)], 1, [attributes], [0], 1, 12345)

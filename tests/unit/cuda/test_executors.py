@@ -185,20 +185,24 @@ def test_a_launch_that_fails_leaves_its_table_until_what_was_begun_has_passed() 
 def test_what_cannot_work_is_absent_and_says_why() -> None:
     assert opened(FakeCuda(kernels=KERNELS)).absent == {}
     assert opened(FakeCuda(batches=False, kernels=KERNELS)).absent == {"batch": "this fake has none"}
-    assert opened(FakeCuda(kernels=KERNELS), pinned=False).absent == {
-        "kernel": "the host memory is not pinned, and kernels reach no other"
-    }
+    unpinned = opened(FakeCuda(kernels=KERNELS), pinned=False)
+    assert unpinned.absent == dict.fromkeys(
+        ("batch", "kernel"), "the host memory is not pinned, and this way reaches no other"
+    )
+    assert list(unpinned.usable) == ["plain"]
     broken = opened(FakeCuda())
     assert broken.absent == {"kernel": f"compiling {NAME}: CompileException (-1): no model of it"}
     assert list(broken.usable) == ["plain", "batch"]
 
 
-def test_a_device_that_cannot_reach_the_hosts_addresses_has_no_kernel() -> None:
+def test_a_device_that_cannot_reach_the_hosts_addresses_has_neither_batches_nor_a_kernel() -> None:
+    """Batches are not translated for it as single copies are: they would break the device."""
     cuda = FakeCuda(kernels=KERNELS)
     facts = cuda.facts()
     other = type(facts)(**{name: getattr(facts, name) for name in facts.__slots__} | {"maps_host": False})
     absent = open_executors(cuda, other, pinned=True).absent
-    assert absent == {"kernel": f"{facts.name} cannot reach pinned memory by the host's own addresses"}
+    said = f"{facts.name} cannot reach pinned memory by the host's own addresses"
+    assert absent == {"batch": said, "kernel": said}
 
 
 @pytest.mark.parametrize(("multiprocessors", "blocks"), [(132, 16), (108, 13), (20, 2), (4, 1)])

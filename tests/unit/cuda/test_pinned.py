@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from pathlib import Path
@@ -11,11 +12,13 @@ import numpy as np
 import pytest
 
 import hicache
-from hicache.core.arenas import ArenaPlan
+from hicache.core.arenas import ArenaPlan, Run
 from hicache.cuda import CudaDevicePool, CudaOptions
-from hicache.cuda.pinned import HostPins, PinnedHostPool, host_parts
+from hicache.cuda.pinned import HostPins, PinnedHostPool, host_parts, rank_parts
 from hicache.errors import CacheClosed, ConfigError
+from hicache.memory.arena import Arena, MappedArena
 from hicache.memory.host import MmapHostPool
+from hicache.memory.rankpages import RankMemory, RankPages
 from hicache.testing.cuda import FakeCuda
 
 GEOMETRY = hicache.KVGeometry.mha(layers=2, kv_heads=2, head_dim=8, dtype="float16")
@@ -135,6 +138,54 @@ def test_the_memory_is_taken_from_the_node_of_the_device(monkeypatch: pytest.Mon
         pool.close()
 
 
+def test_without_the_devices_node_memory_is_taken_from_any_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Many containers may not say where memory comes from; who asks for a node by its number is told so."""
+
+    def refused(address: int, size: int, node: int, what: str) -> None:
+        raise ConfigError(f"{what} cannot be bound to NUMA node {node}: Operation not permitted")
+
+    monkeypatch.setattr("hicache.memory.arena.bind_to_node", refused)
+    cuda = FakeCuda()
+    with caplog.at_level(logging.WARNING):
+        host = PinnedHostPool.open(PLAN, 4, driver=cuda, numa_node=0, numa_required=False)
+    assert "from any NUMA node, not from the GPU's: " in caplog.text
+    assert "Operation not permitted" in caplog.text
+    assert host.pins.statistics().pinned
+    host.close()
+    with pytest.raises(ConfigError, match="cannot be bound to NUMA node 0"):
+        PinnedHostPool.open(PLAN, 4, driver=cuda, numa_node=0)
+    assert not cuda.registered
+
+
+def test_what_another_rank_writes_is_pinned_for_reading() -> None:
+    """As ranks of a model whose state they all hold have it: one writes, the others have it mapped for reading."""
+    arena = Arena(4, 4096)
+    with contextlib.closing(arena):
+        theirs = MappedArena(os.dup(arena.fd), 4, 4096, size=arena.size, writable=False)
+        cuda = FakeCuda()
+        pages = RankPages(4096, [RankMemory(theirs.rows, (Run(0, 0, 4096),), writes=False)])
+        (part,) = rank_parts(pages)
+        assert not part.writes
+        size = part.slots * part.stride
+        assert HostPins(cuda).pin(part.address, size, "theirs", writes=part.writes)
+        assert cuda.registered == {part.address: size}
+        assert not HostPins(FakeCuda()).pin(part.address, size, "theirs")
+        pages.close()
+        theirs.close()
+
+
+def test_memory_that_somebody_else_has_pinned_in_part_is_told_as_that(caplog: pytest.LogCaptureFixture) -> None:
+    cuda, memory = FakeCuda(), np.zeros(16384, np.uint8)
+    start = memory.ctypes.data
+    cuda.host_register(start, 4096)
+    pins = HostPins(cuda)
+    assert not pins.pin(start, 16384, "a tier")
+    assert "a part of it was pinned by somebody else" in caplog.text
+    assert "ulimit" not in caplog.text
+
+
 def test_a_forked_child_leaves_its_parents_pins_alone() -> None:
     cuda = FakeCuda(memory=1 << 22)
     pool = pool_on(cuda)
@@ -154,14 +205,15 @@ def test_a_forked_child_leaves_its_parents_pins_alone() -> None:
 
 
 def test_what_fails_when_it_is_unpinned_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    cuda = FakeCuda()
+    cuda, memory = FakeCuda(), np.zeros(8192, np.uint8)
+    start = memory.ctypes.data
     pins = HostPins(cuda)
-    assert pins.pin(4096, 8192, "memory")
-    assert pins.covers(8000)
-    assert not pins.covers(4096 + 8192)
+    assert pins.pin(start, 8192, "memory")
+    assert pins.covers(start + 8000)
+    assert not pins.covers(start + 8192)
     cuda.fail("host_unregister", "cudaErrorContextIsDestroyed", 709)
-    pins.unpin(4096)
-    pins.unpin(4096)
+    pins.unpin(start)
+    pins.unpin(start)
     assert "could not be unpinned" in caplog.text
     assert pins.statistics().pinned_bytes == 0
 
