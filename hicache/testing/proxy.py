@@ -21,6 +21,7 @@ class Fault:
 
     Attributes:
         delay: seconds that each piece of a reply waits, or until another fault is set.
+        delay_request: the same of requests, of which no more is taken meanwhile than kernels hold.
         cut_request: bytes of requests that pass; then the connection is cut, before the rest is forwarded.
         cut_reply: bytes of replies that pass; then the connection is cut. 0 = the server acts, and its reply is lost.
         hold_requests, hold_replies: nothing passes in this direction, and nothing is closed.
@@ -29,6 +30,7 @@ class Fault:
     """
 
     delay: float = 0.0
+    delay_request: float = 0.0
     cut_request: int | None = None
     cut_reply: int | None = None
     hold_requests: bool = False
@@ -153,10 +155,10 @@ class Proxy:
         """What passes of a piece, after what has to be waited for."""
         if fault.hold_requests if requests else fault.hold_replies:
             self._hold()
+        if delay := fault.delay_request if requests else fault.delay:
+            self._delay(delay)
         if requests:
             return data if fault.cut_request is None or not self._may_strike() else data[: fault.cut_request - passed]
-        if fault.delay:
-            self._delay(fault.delay)
         if fault.flip is not None and passed <= fault.flip < passed + len(data) and self._strikes():
             spoilt = bytearray(data)
             spoilt[fault.flip - passed] ^= 0x10

@@ -211,7 +211,7 @@ class Channel:
         return count
 
     def _send_pieces(self, part: memoryview) -> None:
-        """As `sendall` of TLS, whose time-out begins anew with each record."""
+        """As `sendall` of TLS, which begins its time-out anew with each piece that is taken."""
         view = part.cast("B")
         while view.nbytes:
             self._arm()

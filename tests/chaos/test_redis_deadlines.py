@@ -155,8 +155,9 @@ def test_replies_that_come_in_drops(tmp_path: Path) -> None:
 
 
 @pytest.mark.redis_tls
-def test_a_server_that_takes_nothing_more_over_tls(tmp_path: Path) -> None:
-    """The time-out of a TLS socket begins anew with each record, the deadline does not."""
+@pytest.mark.parametrize(("count", "size"), [(64, 256 << 10), (1, 16 << 20)], ids=["many objects", "a large one"])
+def test_a_server_that_takes_what_is_sent_in_drops_over_tls(count: int, size: int, tmp_path: Path) -> None:
+    """Each piece is taken in time, and a piece may take longer than the call: the call ends by its deadline."""
     binary = next(binary for binary in binaries().values() if has_tls(binary))
     made = make_certificates(tmp_path / "tls")
     port = free_port()
@@ -166,16 +167,18 @@ def test_a_server_that_takes_nothing_more_over_tls(tmp_path: Path) -> None:
         "tls-key-file": str(made.server_key),
         "tls-ca-cert-file": str(made.ca),
     }
-    large = make_chain(3, 4 << 20)
+    objects = make_chain(count, size)  # several times what kernels hold on the way
     mine = f"ca={made.ca}&cert={made.client}&key={made.client_key}"
-    with Server(binary, tmp_path / "server", settings) as server:
-        backend = opened(f"rediss://127.0.0.1:{port}/0?{mine}&deadline=2&timeout=2&connect_timeout=2")
+    deadline = 2
+    limits = f"deadline={deadline}&timeout=10&connect_timeout=10&window=64MiB"
+    with Server(binary, tmp_path / "server", settings), Proxy(("127.0.0.1", port)) as proxy:
+        backend = opened(f"rediss://127.0.0.1:{proxy.port}/0?{mine}&{limits}")
         try:
-            assert read(backend, large[0].key, 4 << 20)[0].status is ObjectStatus.MISSING
-            server.pause()
+            assert read(backend, objects[0].key, size)[0].status is ObjectStatus.MISSING
+            proxy.set(Fault(delay_request=0.1))
             start = time.monotonic()
-            assert set(status_of(backend.put(large))) == {ObjectStatus.FAILED}
-            assert time.monotonic() - start < 2 + SLACK
+            assert set(status_of(backend.put(objects))) == {ObjectStatus.FAILED}
+            assert deadline <= time.monotonic() - start < deadline + SLACK
         finally:
-            server.resume()
+            proxy.set()
             backend.close()
