@@ -97,11 +97,11 @@ def between_ideals(recorded: Ideals, *, asked: int, hit: int) -> tuple[tuple[str
         ("of earlier prompts whose requests did not leave them", 0, -recorded.pages_not_kept),
         ("got, though no request of the log had left them", 0, recorded.pages_hit_unknown),
     )  # fmt: skip
-    first = (OF_PROMPTS, asked, hit)
-    last = ("of the log's requests, had nothing been forgotten", recorded.pages_asked, recorded.pages_that_could_hit)
-    if any(sum(row[at] for row in (first, *steps)) != last[at] for at in (1, 2)):
+    all_asked, could = recorded.pages_asked, recorded.pages_that_could_hit
+    if asked + sum(more for _, more, _ in steps) != all_asked or hit + sum(more for *_, more in steps) != could:
         return ()
-    return (first, *(step for step in steps if any(step[1:])), last)
+    told = (step for step in steps if step[1] or step[2])
+    return (OF_PROMPTS, asked, hit), *told, ("of the log's requests, had nothing been forgotten", all_asked, could)
 
 
 def signed(pages: int) -> str:

@@ -66,7 +66,8 @@ def hits_what_is_named(columns: Columns, result: SimulationResult, size: Larger)
     assert f"--{cause} {size.told(result.page_bytes)}" in line
     assert size.hit_rate_now == result.hit_rate_pages
     assert size.gain > 0
-    now = simulated(columns, replace(result.settings, **{cause.value: size.pages}))
+    changed: dict[str, Any] = {cause.value: size.pages}
+    now = simulated(columns, replace(result.settings, **changed))
     assert now.hit_rate_pages == pytest.approx(size.hit_rate, abs=WITHIN)
     assert now.hit_rate_pages > result.hit_rate_pages
 
