@@ -363,6 +363,16 @@ class Core:
 
     # ---- completions and upkeep
 
+    def give_up(self, transfer_id: int) -> None:
+        """Nobody can tell how a copy between owned tiers ends: its pages have failed.
+
+        Its slots are quarantined until it is completed, if it ever is.
+
+        Raises:
+            HicacheInternalError: it is not under way, or no copy between owned tiers; nothing changed.
+        """
+        self.log.give_up(transfer_id)
+
     def complete(self, transfer_id: int, results: Sequence[PageResult]) -> None:
         """The I/O of a transfer has ended: one result a page, in order.
 

@@ -219,6 +219,11 @@ class RecordedCore(Core):
         self.note("complete", transfer_id, bytes(results))
         self._act(super().complete, transfer_id, results)
 
+    def give_up(self, transfer_id: int) -> None:
+        """See `Core.give_up`."""
+        self.note("give_up", transfer_id)
+        self._act(super().give_up, transfer_id)
+
     def flush(self) -> int:
         """See `Core.flush`."""
         self.note("flush")

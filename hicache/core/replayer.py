@@ -32,6 +32,7 @@ _OPERATIONS: Final = frozenset(
         "withdraw_interest",
         "release",
         "complete",
+        "give_up",
         "flush",
         "drain",
         "clear",
@@ -170,6 +171,9 @@ class Replayer:
 
     def _complete(self, transfer: int, results: bytes) -> None:
         self.core.complete(transfer, [PageResult(result) for result in results])
+
+    def _give_up(self, transfer: int) -> None:
+        self.core.give_up(transfer)
 
     def _flush(self) -> None:
         self.core.flush()

@@ -329,17 +329,41 @@ class TransferLog:
         for transfer in reversed(list(self.open.values())):  # later ones fill behind earlier ones
             if Tier.STORAGE not in transfer.kind.value or transfer.completed:
                 continue
-            transfer.orphaned = True
             if transfer.kind is TransferKind.PUT:
                 transfer.tree.putting.difference_update(page.hash for page in transfer.pages)
-            for lease in transfer.interest:
-                lease.waiting.discard(transfer.id)
-                if lease.failed_at is None or transfer.first < lease.failed_at:
-                    lease.failed_at, lease.failure = transfer.first, MissReason.FAILED
-            transfer.interest.clear()
+            self._disown(transfer)
             if transfer.kind is TransferKind.FETCH:
                 self.cancel(transfer)
         self.end_settled()
+
+    def give_up(self, number: int) -> None:
+        """Nobody can tell how the I/O of a copy ends, or whether it ever does: its pages have failed.
+
+        It keeps its slots and pins until it is completed, if it ever is.
+
+        Raises:
+            HicacheInternalError: it is not under way, or no copy between owned tiers. Nothing was changed.
+        """
+        transfer = self.open.get(number)
+        if transfer is None or transfer.completed or transfer.kind not in (TransferKind.LOAD, TransferKind.WRITE_BACK):
+            raise HicacheInternalError(f"transfer {number} is no copy that is under way")
+        self._disown(transfer)
+        slots, tier = transfer.target_slots, int(transfer.kind.target)
+        assert slots is not None
+        attached = slots[self.copies.registry.tables[tier].owner[slots] >= 0]
+        if transfer.tree.live and len(attached):
+            self._cut_at(tier, int(attached[0]), MissReason.FAILED)
+        self.end_settled()
+
+    @staticmethod
+    def _disown(transfer: Transfer) -> None:
+        """Nobody waits for it any more, and nothing it says counts."""
+        transfer.orphaned = True
+        for lease in transfer.interest:
+            lease.waiting.discard(transfer.id)
+            if lease.failed_at is None or transfer.first < lease.failed_at:
+                lease.failed_at, lease.failure = transfer.first, MissReason.FAILED
+        transfer.interest.clear()
 
     def cancel(self, transfer: Transfer) -> None:
         """Cut what a transfer fills, unless others fill or hold pages behind it."""

@@ -99,7 +99,7 @@ class Transfer:
         prompt: for a TOUCH, the prompt whose pages it touches.
         completed: its I/O has ended.
         cancelled: nobody wants it any more. If it has not begun it may be completed as FAILED without any I/O.
-        orphaned: STORAGE was detached under it: how it ends says nothing about what is attached by then.
+        orphaned: STORAGE was detached under it, or its copy was given up: how it ends says nothing any more.
         interest: leases that wait for it, in order; a dict, so that every run does the same in the same order.
         pins: its pin sets.
         private: for an engine's write, slots of its request that stay private, and that its writer writes all the same.

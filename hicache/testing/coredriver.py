@@ -95,6 +95,7 @@ class CoreDriver:
         ("prefetch", 8),
         ("run", 30),
         ("withdraw_interest", 4),
+        ("give_up", 4),
         ("decline", 3),
         ("evict", 8),
         ("flush", 4),
@@ -315,6 +316,11 @@ class CoreDriver:
         if waiting:
             self._note("interest withdrawn")
             self.core.withdraw_interest(self._pick(waiting).lease)
+
+    def _give_up(self) -> None:
+        if numbers := [number for number, running in self._running.items() if running.copies]:
+            self._note("given up")
+            self.core.give_up(self._pick(numbers))
 
     def _match(self) -> None:
         tree, prompt = self._prompts.draw()

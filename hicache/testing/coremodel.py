@@ -11,7 +11,7 @@ from hicache.core.cache import Core
 from hicache.core.prompt import Hasher, Prompt, SymbolsAreHashes
 from hicache.core.reasons import RequestCounts
 from hicache.core.residency import FREE, Slots, SlotTable
-from hicache.core.transfers import Lease, Transfer
+from hicache.core.transfers import Lease, Transfer, TransferKind
 from hicache.core.tree import HiRadixTree
 from hicache.records import MissReason, PageResult, Tier
 from hicache.testing.choices import Choices, CountingHasher, tag
@@ -59,6 +59,11 @@ class RunningTransfer:
     transfer: Transfer
     begun: bool = False
     got: list[bool] = field(default_factory=list)
+
+    @property
+    def copies(self) -> bool:
+        """Whether it moves pages between owned tiers."""
+        return self.transfer.kind in (TransferKind.LOAD, TransferKind.WRITE_BACK)
 
 
 class Alphabet:

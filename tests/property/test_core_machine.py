@@ -136,6 +136,7 @@ def test_the_driver_reaches_everything():
         "clear",
         "handed over",
         "interest withdrawn",
+        "given up",
         "out of slots",
         "stored page lost",
         "detached",
