@@ -53,7 +53,7 @@ class Executor:
         self._storage = storage
         self._page_bytes = page_bytes
         self._copy_bound = copy_bound
-        self._copying: dict[int, int] = {}  # pages of each write-back under way
+        self._copying: dict[int, Copy] = {}  # write-backs under way
         self._writing: dict[int, WriterEvent] = {}  # what each engine's write waits for
         self.running: dict[int, Transfer] = {}
         self.loads: dict[int, Copy] = {}
@@ -61,6 +61,8 @@ class Executor:
         self.planner: Planner | None = None
         self.quota: StorageQuota | None = None
         reducer.dispatch = self.start
+        if copies is not None:
+            copies.when_stranded(partial(reducer.post, self._give_up))
 
     def start(self, transfer: Transfer) -> None:
         """Put a transfer into its queue. If that cannot take it, it fails at once."""
@@ -133,13 +135,26 @@ class Executor:
     def _write_back(self, transfer: Transfer) -> str:
         copying = self._copying
         bound = self._copy_bound
-        pages = sum(copying.values()) + transfer.count
+        pages = sum(copy.pages for copy in copying.values()) + transfer.count
         if copying and (len(copying) >= bound.requests or pages * self._page_bytes > bound.bytes):
             return COPY_QUEUE_FULL
         source, target = _slots(transfer)
-        self._engine.device_to_host(source, target, ready=None, done=partial(self.done, transfer.id))
-        copying[transfer.id] = transfer.count
+        copying[transfer.id] = self._engine.device_to_host(
+            source, target, ready=None, done=partial(self.done, transfer.id)
+        )
         return ""
+
+    def _give_up(self) -> None:
+        """Stranded copies have failed for whoever waits. They keep their slots, and run until the process ends."""
+        for copies in (self.loads, self._copying):
+            for number in [number for number, copy in copies.items() if copy.stranded]:
+                transfer = self.running[number]
+                del copies[number]
+                self._reducer.transfers.pop(number, None)
+                if self.planner is not None:
+                    self.planner.ended(transfer, [PageResult.FAILED] * transfer.count)
+                self._reducer.core.give_up(number)
+        self._reducer.notify()
 
     def _event_passed(self, number: int, passed: bool) -> None:
         if self._writing.pop(number, None) is not None:  # else it was seen before

@@ -20,7 +20,7 @@ def degraded(
     expected: int,
     came: int,
 ) -> tuple[str, ...]:
-    """Reasons, the worst first; empty when all is well. Device and host tier go on in any case.
+    """Reasons, the worst first; empty when all is well. What they do not name goes on.
 
     Args:
         parts: of the cache.
@@ -30,10 +30,12 @@ def degraded(
         expected: requests that found pages in storage.
         came: pages that came from there.
     """
+    copies = parts.pools.copies
+    lost = (f"device: {copies.lost}",) if copies is not None and copies.lost else ()
     if parts.storage is None:
-        return ()
+        return lost
     if not parts.storage.attached:
-        return ("storage: detached",) if parts.storage.attachment else ()
+        return (*lost, "storage: detached") if parts.storage.attachment else lost
     reasons = [*_trouble(queues, storage)]
     if parts.canary is not None and parts.canary.failed:
         reasons.append(f"canary {parts.canary.state}")
@@ -42,7 +44,7 @@ def degraded(
     backend = None if parts.port is None else parts.port.backend
     scheme = backend.scheme if isinstance(backend, MeteredBackend) else ""
     which = f"storage {scheme}" if scheme else "storage"
-    return tuple(f"{which}: {reason}" for reason in reasons)
+    return (*lost, *(f"{which}: {reason}" for reason in reasons))
 
 
 def _trouble(queues: tuple[QueueStatistics, ...], storage: StorageStatistics | None) -> Iterator[str]:
