@@ -12,6 +12,7 @@ import pytest
 import hicache
 from hicache.cuda import CudaDevicePool, CudaOptions
 from hicache.cuda.engine import CudaCopyEngine
+from hicache.cuda.kept import KEPT
 from hicache.errors import CacheClosed, ConfigError, HicacheInternalError
 from hicache.memory.base import HostPool
 from hicache.memory.host import MmapHostPool
@@ -184,12 +185,17 @@ def test_a_device_that_fails_fails_every_page_and_hangs_nobody(memory: Memory, h
         engine.device_to_host(slots(4), slots(4), ready=event, done=told.done),
     ):
         assert copy.wait(LIMIT)
-    assert told.results == [[PageResult.FAILED] * 2, *([[PageResult.FAILED]] * 3)]
+    assert first.results == (PageResult.FAILED,) * 2
+    assert first.stranded  # it is not said that its bytes have stopped: nobody else may have its slots
+    assert told.results == [[PageResult.FAILED]] * 3
     assert "cudaErrorIllegalAddress" in engine.statistics().error
-    assert engine.close(LIMIT) == 0
+    assert engine.statistics().lost == engine.lost != ""
+    assert engine.close(LIMIT) == 2
+    assert KEPT.pop() is engine
     memory.pools[0].close()  # says in the log that nothing can be given back
     memory.cuda.registered.clear()
     memory.cuda.allocated.clear()
+    memory.engines.clear()
 
 
 def test_what_is_under_way_is_bounded(memory: Memory, host: MmapHostPool) -> None:
