@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from hicache_vllm.accounts import Account, Missed
+from hicache_vllm.compat import Forward
 from hicache_vllm.counters import Counters
 from hicache_vllm.plans import Load, Report, StepPlan
 
@@ -62,8 +63,9 @@ class AbsentWorker:
     def fence(self, plan: StepPlan) -> None:
         """Nothing is being read."""
 
-    def begin_stores(self, plan: StepPlan) -> None:
+    def begin_stores(self, plan: StepPlan, forward: Forward) -> None:
         """They are over at once."""
+        del forward
         self._report.done.update([*(store.job for store in plan.stores), *(audit.job for audit in plan.audits)])
         self._kept.update(plan.kept)
 
@@ -76,7 +78,10 @@ class AbsentWorker:
     def wait_for_layer(self, layer: str) -> None:
         """Nothing comes."""
 
-    def wait_for_layers(self) -> None:
+    def layer_computed(self, layer: str) -> None:
+        """Nobody asks."""
+
+    def end_step(self) -> None:
         """Nothing comes."""
 
     def take_finished(self, *, idle: bool) -> tuple[set[str], set[str]]:

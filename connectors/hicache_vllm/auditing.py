@@ -18,6 +18,7 @@ class Auditing:
         stage: READY with the step behind the one that computes the page.
         reason: why it is not compared, or "".
         hashes: none, see `Saving`.
+        blocks: the engine's numbers of its blocks.
     """
 
     pages = 1
@@ -29,7 +30,7 @@ class Auditing:
         self.stage = Stage.READY
         self.reason = ""
         self._page = page
-        self._blocks = blocks
+        self.blocks = blocks
         self._lookup = lookup
 
     def send(self, plan: StepPlan) -> None:
@@ -39,7 +40,7 @@ class Auditing:
             self.stage, self.reason = Stage.OVER, "audited page lost"
             return
         self.stage = Stage.SENT
-        plan.audits.append(Audit(self.job, self.tracked.id, ticket, self._page, self._blocks))
+        plan.audits.append(Audit(self.job, self.tracked.id, ticket, self._page, self.blocks))
 
     def end(self, *, aborted: bool) -> None:
         """Give the lease back."""

@@ -18,10 +18,12 @@ __all__ = [
     "RAN",
     "RANGE",
     "Facts",
+    "Forward",
     "cpu_write",
     "engine_event",
     "engine_version",
     "facts_of",
+    "forward",
     "hit_sources",
     "layer_write",
     "version_warning",
@@ -62,6 +64,9 @@ class Facts:
         multimodal: whether requests may carry non-text input.
         reads, writes: what `kv_role` allows.
         recompute: whether a page that does not come is computed instead of failing its request.
+        device: kind of the device that has the KV cache, by torch's name.
+        ahead: whether a step is scheduled before those before it have ended.
+        split: whether steps may be computed in parts, side by side (micro-batches).
     """
 
     version: str
@@ -93,6 +98,38 @@ class Facts:
     reads: bool = True
     writes: bool = True
     recompute: bool = True
+    device: str = "cpu"
+    ahead: bool = False
+    split: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """What vLLM says of the step that begins.
+
+    Attributes:
+        hooked: whether each layer calls the connector. Not where one CUDA graph is replayed for all of them, nor where
+            nothing is computed.
+        split: whether parts of it are computed side by side, so that a layer calls more than once.
+    """
+
+    hooked: bool = False
+    split: bool = False
+
+
+def forward() -> Forward:
+    """What is said of the step whose metadata was bound just now; asked on the engine's thread, before it computes.
+
+    The hooks are in the attention's operator, which a replay of a graph of the whole model never enters; vLLM's second
+    model runner replays such graphs outside of any forward context.
+    """
+    from vllm.forward_context import get_forward_context, is_forward_context_available
+
+    if not is_forward_context_available():
+        return Forward()
+    context = get_forward_context()
+    whole = context.cudagraph_runtime_mode.name == "FULL"
+    return Forward(hooked=context.attn_metadata is not None and not whole, split=bool(context.ubatch_slices))
 
 
 def engine_version() -> str:
@@ -166,6 +203,9 @@ def facts_of(config: Any, cache_config: Any, *, worker: bool) -> Facts:
         reads=bool(transfer.is_kv_consumer),
         writes=bool(transfer.is_kv_producer),
         recompute=transfer.kv_load_failure_policy == "recompute",
+        device=str(config.device_config.device_type),
+        ahead=bool(config.scheduler_config.async_scheduling) or pp > 1,
+        split=bool(parallel.use_ubatching),
     )
 
 

@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from hicache.errors import HicacheError
 from hicache.rpc.client.cache import ConnectedCache
 from hicache_vllm.absent import AbsentScheduler, AbsentWorker
-from hicache_vllm.compat import RANGE, engine_event, hit_sources, wants_events
+from hicache_vllm.compat import RANGE, Forward, engine_event, forward, hit_sources, wants_events
 from hicache_vllm.counters import Counters
 from hicache_vllm.events import PageFeed
 from hicache_vllm.fitting import fit
@@ -78,6 +78,7 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             workers=start.facts.tp * start.facts.pp,
             reads=start.facts.reads,
             writes=start.facts.writes,
+            early=start.early,
             counters=self._counters,
         )
         if wants_events(self._vllm_config):
@@ -119,7 +120,7 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         """A step begins; what former steps have computed is stored meanwhile."""
         super().bind_connector_metadata(connector_metadata)
         self._plan = connector_metadata.plan
-        self._do("begin_stores", self._plan)
+        self._do("begin_stores", self._plan, _forward())
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Begin to bring pages."""
@@ -131,12 +132,13 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         self._do("wait_for_layer", layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing: pages are stored when all of their layers are computed."""
-        del layer_name, kv_layer, attn_metadata, kwargs
+        """A layer is computed: what this step makes whole may be copied out of it."""
+        del kv_layer, attn_metadata, kwargs
+        self._do("layer_computed", layer_name)
 
     def wait_for_save(self) -> None:
         """See that nothing that this step needed is still coming; blocks keep until they have been read."""
-        self._do("wait_for_layers")
+        self._do("end_step")
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Requests whose blocks are read, and requests whose pages have come or will not."""
@@ -217,7 +219,8 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             return
         metadata = getattr(connector_output, "kv_connector_worker_meta", None)
         report = metadata.report if isinstance(metadata, ReportMetadata) else None
-        self._scheduler.reported(report)
+        bad = getattr(connector_output, "invalid_block_ids", None) or ()
+        self._scheduler.reported(report, frozenset(bad))
 
     @guarded(lambda *_: (False, None))
     def request_finished_all_groups(
@@ -262,7 +265,10 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Whether each layer waits for its pages."""
+        """Whether each layer waits for its pages, which no layer does in a graph of the whole model.
+
+        Stores do without: where layers do not call, they begin with the next step.
+        """
         return extra_config.get("load") == "sync"
 
     @guarded(lambda *_: None)
@@ -299,6 +305,15 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             self._cache.close(CLOSE_SECONDS)
         if self._start is not None and self._start.service is not None:
             self._start.service.close()
+
+
+def _forward() -> Forward:
+    """What vLLM says of the step that begins; where it says it otherwise than is known, layers are not relied on."""
+    try:
+        return forward()
+    except Exception as error:
+        complain("bind_connector_metadata", error)
+        return Forward()
 
 
 MISFITS: Final = fit(HiCacheConnector, KVConnectorBase_V1, SupportsHMA)

@@ -31,6 +31,7 @@ class Finder:
         settings: the user's.
         page: tokens a page.
         reads: whether the engine's role allows to load.
+        reserves: whether pages that are not found get slots at once.
         counters: gets what is counted.
         now: a monotonic clock in seconds.
 
@@ -47,6 +48,7 @@ class Finder:
         *,
         page: int,
         reads: bool,
+        reserves: bool,
         counters: Counters,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -57,6 +59,7 @@ class Finder:
         self._settings = settings
         self._page = page
         self._reads = reads
+        self._reserve = page if reserves else 0
         self._counters = counters
         self._now = now
         self._shared: dict[bytes, str] = {}
@@ -125,6 +128,7 @@ class Finder:
             tracked.tokens(tracked.length),
             tracked.scope,
             deadline=self._settings.deadline,
+            reserve=self._reserve,
             now=self._now,
         )
         return tracked.lookup

@@ -12,13 +12,18 @@ from typing import Any
 
 import numpy as np
 
-from hicache.cuda.blocks import BlockPlane, CudaBlocks, good
+from hicache.cuda.blocks import BlockPlane, CudaBlocks
+from hicache.cuda.blocks import good as right_slots
 from hicache.cuda.driver import CudaDriver
+from hicache.cuda.engine import CudaCopyStatistics
 from hicache.cuda.events import CudaEvent
 from hicache.cuda.lanes import CudaCopy
 from hicache.cuda.options import DEFAULTS, CudaOptions
 from hicache.errors import ConfigError
 from hicache.rpc.client.group import JoinedRequest
+from hicache.rpc.client.loans import Loan
+from hicache.rpc.client.memory import SharedPages
+from hicache.units import format_size
 from hicache_vllm.layouts import ROWS, Layout, PageForm, Run
 from hicache_vllm.tensors import Bytes, Wait, integers
 
@@ -96,7 +101,7 @@ class GpuTensors:
             copy = self._blocks.load(loan.memory, loan.slots, blocks[:usable], inside=inside, behind=behind)
             begun(self._waits(copy))
             copy.wait(None)
-            right = min(good(copy), max(loan.good() * per_page - inside, 0))
+            right = min(right_slots(copy), max(loan.good() * per_page - inside, 0))
             loan.read(-(-(right + inside) // per_page) if right else 0)
         return right
 
@@ -113,10 +118,15 @@ class GpuTensors:
                 usable = loan.good()
                 copy = self._blocks.store(loan.memory, loan.slots[:usable], blocks[: usable * per_page], behind=behind)
                 copy.wait(None)
-                written = min(good(copy) // per_page, loan.good())
+                written = min(right_slots(copy) // per_page, loan.good())
                 loan.wrote(written)
                 return written
         return self._put_staged(joined, first, blocks)
+
+    def by_layer(self, joined: JoinedRequest, first: int, blocks: Sequence[int]) -> GpuLayers:
+        """See `early.LayerTensors`."""
+        loan = joined.lend(first, len(blocks) // self._form.per_page, write=True)
+        return GpuLayers(self._blocks, loan, blocks, per_page=self._form.per_page, behind=self._event)
 
     def load(self, pages: Bytes, runs: Sequence[Run], came: Callable[[int], None] | None = None) -> None:
         """See `KVTensors`."""
@@ -136,9 +146,20 @@ class GpuTensors:
         blocks = [run.block + at for run in runs for at in range(run.count)]
         copy = self._blocks.store(None, np.arange(pages), blocks, behind=self._event())
         copy.wait(None)
-        if good(copy) < len(blocks):
+        if right_slots(copy) < len(blocks):
             raise ConfigError("blocks could not be read from the GPU: the log says why")
         return buffer
+
+    def attach(self, memory: SharedPages | None) -> str:
+        """See `DirectTensors`. Kernels are compiled and measured already; this pins the memory, or a buffer."""
+        if memory is None:
+            pages = max(1, STAGED_BYTES // self._form.page_bytes)
+            self._blocks.buffer(pages)
+            nothing = np.empty(0, np.int64)
+            self._blocks.load(None, nothing, [], inside=0, behind=self._blocks.mark()).wait(None)
+            return f"pages go through a pinned buffer of {format_size(pages * self._form.page_bytes)} a thread"
+        self._blocks.attach(memory)
+        return "; ".join(_told(one) for one in self._blocks.statistics())
 
     def close(self) -> None:
         """Let copies end, and let go of everything. Idempotent."""
@@ -157,7 +178,7 @@ class GpuTensors:
             part = blocks[at : at + count * per_page - skip][: max(came * per_page - skip, 0)]
             copy = self._blocks.load(None, np.arange(count), part, inside=skip, behind=self._event())
             copy.wait(None)
-            right = at + good(copy)
+            right = at + right_slots(copy)
             at += count * per_page - skip
             if right < min(at, len(blocks)):
                 break
@@ -174,7 +195,7 @@ class GpuTensors:
             part = blocks[done * per_page : (done + count) * per_page]
             copy = self._blocks.store(None, np.arange(count), part, behind=self._event())
             copy.wait(None)
-            right = good(copy) // per_page
+            right = right_slots(copy) // per_page
             written = joined.write_from(buffer[:right], first=first + done) if right else 0
             done += written
             if written < count:
@@ -187,6 +208,70 @@ class GpuTensors:
     def _event(self) -> CudaEvent:
         found = self._behind.get(threading.get_ident())
         return self._blocks.mark() if found is None else found
+
+
+class GpuLayers:
+    """Layers on their way into pages, each behind its own event; see `early.LayerCopy`.
+
+    Args:
+        blocks: the engine's tensors.
+        loan: of the pages; None where they cannot be reached. Belongs to this from now on.
+        numbers: of the blocks.
+        per_page: blocks a page.
+        behind: gives the event behind which the layers are computed that are copied next.
+    """
+
+    def __init__(
+        self,
+        blocks: CudaBlocks,
+        loan: Loan | None,
+        numbers: Sequence[int],
+        *,
+        per_page: int,
+        behind: Callable[[], CudaEvent],
+    ) -> None:
+        self._blocks = blocks
+        self._loan = loan
+        self._per_page = per_page
+        self._behind = behind
+        self._copies: list[CudaCopy] = []
+        reached = loan is not None and all(memory.writes for memory in loan.memory.pages.memories)
+        self._usable = loan.good() if loan is not None and reached else 0
+        self._reached = reached
+        self._numbers = numbers[: self._usable * per_page]
+
+    def copy(self, first: int, end: int) -> None:
+        """See `early.LayerCopy`."""
+        loan = self._loan
+        if loan is not None and self._usable:
+            slots = loan.slots[: self._usable]
+            self._copies.append(
+                self._blocks.store(loan.memory, slots, self._numbers, behind=self._behind(), layers=(first, end))
+            )
+
+    def finish(self, *, good: bool) -> int | None:
+        """See `early.LayerCopy`."""
+        loan, self._loan = self._loan, None
+        if loan is None:
+            return None
+        with loan:
+            for copy in self._copies:
+                copy.wait(None)
+            if not self._reached:
+                return None
+            right = min((right_slots(copy) for copy in self._copies), default=0) // self._per_page
+            written = min(right, loan.good()) if good else 0
+            loan.wrote(written)
+        return written
+
+
+def _told(statistics: CudaCopyStatistics) -> str:
+    pinned, choice = statistics.pinned, statistics.choice
+    ways = "" if choice is None else ", ".join(dict.fromkeys(name for _, name in (*choice.up, *choice.down)))
+    return (
+        f"pages go straight between GPU {statistics.device} and {format_size(pinned.bytes)} of the service's memory, "
+        f"{format_size(pinned.pinned_bytes)} of it pinned, by {ways}"
+    )
 
 
 def _planes(tensor: Any, layout: Layout, form: PageForm) -> list[BlockPlane]:

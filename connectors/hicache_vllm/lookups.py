@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -13,12 +14,15 @@ import numpy.typing as npt
 
 from hicache.core.identity import Adapter
 from hicache.core.symbols import Span
+from hicache.errors import HicacheError
 from hicache.rpc.client.cache import ConnectedCache
 from hicache.rpc.client.request import ConnectedRequest
 from hicache_vllm.accounts import Account, Missed
 from hicache_vllm.tasks import Tasks
 
 __all__ = ["Lookup", "Scope"]
+
+_log = logging.getLogger("vllm.hicache")
 
 Tokens = npt.NDArray[np.uint32]
 
@@ -55,6 +59,10 @@ class Lookup:
         reason: why nothing was asked, or answered, once it is done; None where the service has told what it has.
         hashes: of the prompt's whole pages, 32 bytes each, once it is done.
         account: is closed with what the service says of its pages at the end; or None.
+        reserved: pages behind those found that have slots of this lease, once it is done.
+
+    Args:
+        reserve: tokens of a page, where those pages shall have slots that are not found; 0 where not.
     """
 
     def __init__(
@@ -65,9 +73,10 @@ class Lookup:
         scope: Scope,
         *,
         deadline: float,
+        reserve: int = 0,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.pages = self.host = self.storage = 0
+        self.pages = self.host = self.storage = self.reserved = 0
         self.reason: Missed | None = None
         self.hashes = b""
         self.account: Account | None = None
@@ -78,6 +87,9 @@ class Lookup:
         self._lock = threading.Lock()
         self._done = threading.Event()
         self._closed = False
+        self._held = False
+        self._to_close: bool | None = None  # once nobody holds it: whether as aborted
+        self._reserve = reserve
         self._request: ConnectedRequest | None = None
         self._begun = now()
         if not tasks.begin(lambda: self._ask(tokens, scope)):
@@ -98,6 +110,8 @@ class Lookup:
                 self.storage = self.pages - self.host
                 if request.bypassed:
                     self.reason = self._why_past(named["adapter"])
+                elif self._reserve:
+                    self._allocate(request, len(tokens))
             else:
                 self.reason = Missed.LATE
         except BaseException:
@@ -111,6 +125,25 @@ class Lookup:
             self._done.set()
             if closed and request is not None:
                 request.close()
+
+    def _allocate(self, request: ConnectedRequest, tokens: int) -> None:
+        """Slots for the whole pages that were not found. Where there are none, they are asked for again later."""
+        if self.pages >= (tokens - 1) // self._reserve:
+            return  # all that may be found; of an exact multiple the last page may be there too
+        try:
+            self.reserved = len(request.allocate(tokens // self._reserve - self.pages))
+        except HicacheError as error:
+            _log.debug("hicache: no slots before pages are computed: %s", error)
+
+    def hold(self) -> None:
+        """Its lease stays until `release`, also behind `close`. On the scheduler's thread, once it is done."""
+        self._held = True
+
+    def release(self) -> None:
+        """Undo `hold`."""
+        self._held = False
+        if self._to_close is not None:
+            self.close(aborted=self._to_close)
 
     def _why_past(self, adapter: Adapter | None) -> Missed:
         """Why the client went past the service."""
@@ -148,6 +181,9 @@ class Lookup:
 
     def close(self, *, aborted: bool = False) -> None:
         """Give the lease back, in the background. Idempotent."""
+        if self._held:
+            self._to_close = aborted
+            return
         with self._lock:
             if self._closed:
                 return

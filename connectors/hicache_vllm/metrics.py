@@ -21,7 +21,8 @@ _PLAIN: Final = {
     "load_bytes": "Bytes that came from hicache into KV blocks",
     "load_seconds": "Seconds in which they were copied",
     "store_bytes": "Bytes that went from KV blocks into hicache",
-    "store_seconds": "Seconds in which they were copied",
+    "store_seconds": "Seconds in which they were copied, but for early_pages",
+    "early_pages": "Pages that were stored while the step that completed them went on",
 }
 _GAUGE: Final = "connected"
 

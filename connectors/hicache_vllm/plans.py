@@ -39,6 +39,7 @@ class Store:
         ticket: of the lease that has slots for them.
         first, end: page indices.
         blocks: the engine's numbers of all blocks of these pages.
+        early: whether it is this very step that computes the last of them: they go layer by layer.
     """
 
     job: int
@@ -47,6 +48,7 @@ class Store:
     first: int
     end: int
     blocks: list[int]
+    early: bool = False
 
 
 @dataclass(slots=True)
@@ -96,15 +98,17 @@ class Report:
         audited: of audited pages, by outcome: "equal", "different" or why they could not be compared.
         refused: why a worker reads and writes nothing; empty while all do.
         lost: of loads of which blocks did not come, how many those are, by job: the last ones, on this worker.
+        unstored: of early stores that came to nothing, index of the first page that is not there, by job.
     """
 
     done: Counter[int] = field(default_factory=Counter)
     audited: Counter[str] = field(default_factory=Counter)
     refused: str = ""
     lost: dict[int, int] = field(default_factory=dict)
+    unstored: dict[int, int] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.done or self.audited or self.refused or self.lost)
+        return bool(self.done or self.audited or self.refused or self.lost or self.unstored)
 
     def add(self, other: Report) -> None:
         """Take another worker's report in."""
@@ -112,4 +116,6 @@ class Report:
         self.audited.update(other.audited)
         for job, blocks in other.lost.items():  # blocks that one worker lacks are of no use on others
             self.lost[job] = max(self.lost.get(job, 0), blocks)
+        for job, page in other.unstored.items():
+            self.unstored[job] = min(self.unstored.get(job, page), page)
         self.refused = self.refused or other.refused

@@ -11,6 +11,7 @@ import numpy as np
 
 from hicache_vllm.accounts import Account
 from hicache_vllm.adapters import Adapters
+from hicache_vllm.ahead import Ahead
 from hicache_vllm.lookups import Lookup, Scope, Tokens
 
 __all__ = ["Tracked"]
@@ -34,6 +35,7 @@ class Tracked:
         works: numbers of its stores and audits that are not over, and read blocks that are its own.
         audited: whether the last page of its hit is computed all the same; `audit`: index of that page, once known.
         rest: once it has ended, whole pages that it has computed, and its blocks.
+        ahead: slots for pages that it has not computed yet; or None.
     """
 
     def __init__(self, request: Any, adapters: Adapters, *, audited: bool = False) -> None:
@@ -52,6 +54,7 @@ class Tracked:
         self.audited = audited
         self.audit: int | None = None
         self.rest: tuple[int, list[int]] = (0, [])
+        self.ahead: Ahead | None = None
         self._request = request
         self._preemptions = int(getattr(request, "num_preemptions", 0))
         self._tokens = np.empty(0, np.uint32)
@@ -87,6 +90,18 @@ class Tracked:
         """From now on it goes past the cache, if it has been computed in part already."""
         if self._request.num_computed_tokens:
             self.scope = None
+
+    def reserve(self, lookup: Lookup) -> None:
+        """Its lookup has slots for what it did not find."""
+        if self.ahead is None or self.ahead.lookup is not lookup:
+            self.drop_ahead()
+            self.ahead = Ahead(lookup)
+
+    def drop_ahead(self) -> None:
+        """Nothing more is stored by the step that computes it."""
+        ahead, self.ahead = self.ahead, None
+        if ahead is not None:
+            ahead.drop()
 
     def drop_lookup(self) -> None:
         """What was found is not needed, or not any more."""

@@ -1,20 +1,27 @@
-"""Slots for pages that the engine has computed: taken in the background, given to the workers with a later step."""
+"""Slots for pages that the engine has computed: taken in the background, given to the workers with a later step.
+
+Or taken before (`Ahead`), and given to them with the very step that computes the pages.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
 from enum import Enum, auto
+from typing import Final
 
 from hicache.errors import HicacheError, OutOfSlots
 from hicache.rpc.client.cache import ConnectedCache
 from hicache.rpc.client.request import ConnectedRequest
+from hicache_vllm.ahead import Ahead
 from hicache_vllm.lookups import Scope, Tokens
 from hicache_vllm.plans import StepPlan, Store
 from hicache_vllm.requests import Tracked
 from hicache_vllm.tasks import Tasks
 
-__all__ = ["Saving", "Stage"]
+__all__ = ["Early", "Saving", "Stage"]
+
+HASH_BYTES: Final = 32
 
 
 class Stage(Enum):
@@ -44,6 +51,7 @@ class Saving:
         stage: where it stands.
         reason: why nothing is stored; empty where something is, or nothing has to be.
         hashes: of its pages, 32 bytes each, once it is not PREPARING any more.
+        blocks: as given.
     """
 
     def __init__(
@@ -64,7 +72,7 @@ class Saving:
         self.reason = ""
         self.hashes = b""
         self.stage = Stage.PREPARING
-        self._blocks = blocks
+        self.blocks = blocks
         self._first = 0
         self._ticket = b""
         self._cache = cache
@@ -116,8 +124,8 @@ class Saving:
 
     def send(self, plan: StepPlan) -> None:
         """The workers get it with this step."""
-        per_page = len(self._blocks) // self.pages
-        blocks = self._blocks[self._first * per_page :]
+        per_page = len(self.blocks) // self.pages
+        blocks = self.blocks[self._first * per_page :]
         self.stage = Stage.SENT
         plan.stores.append(Store(self.job, self.tracked.id, self._ticket, self._first, self.pages, blocks))
 
@@ -132,3 +140,52 @@ class Saving:
 
 def _close(lease: ConnectedRequest, aborted: bool) -> None:
     lease.close(aborted=aborted)
+
+
+class Early:
+    """The store of pages by the step that completes them: with the workers from its first moment on.
+
+    Args:
+        job: its number.
+        tracked: the request.
+        ahead: has its slots.
+        pages: whole pages of the request behind the step.
+        blocks: the engine's numbers of all of its blocks.
+        per_page: blocks a page.
+
+    Attributes:
+        stage, reason, hashes, blocks: see `Saving`.
+        pages: leading pages that are to be there.
+    """
+
+    stage = Stage.SENT
+    reason = ""
+
+    def __init__(
+        self, job: int, tracked: Tracked, ahead: Ahead, pages: int, blocks: list[int], *, per_page: int
+    ) -> None:
+        self.job = job
+        self.tracked = tracked
+        self._ahead = ahead
+        self._lacks: int | None = None
+        self._first, self.pages, self._ticket = ahead.take(job, pages)
+        self.hashes = ahead.lookup.hashes[: HASH_BYTES * self.pages]
+        self.blocks = blocks[self._first * per_page : self.pages * per_page]
+
+    def send(self, plan: StepPlan) -> None:
+        """The workers get it with this step."""
+        plan.stores.append(
+            Store(self.job, self.tracked.id, self._ticket, self._first, self.pages, self.blocks, early=True)
+        )
+
+    def lacks(self, page: int) -> None:
+        """A worker has not stored the pages from this index on."""
+        self._lacks = page if self._lacks is None else min(self._lacks, page)
+
+    def end(self, *, aborted: bool) -> None:
+        """It is over. What it lacks is stored as any other pages are, by a later step."""
+        del aborted
+        if self._lacks is not None:
+            self.tracked.planned = min(self.tracked.planned, self._lacks)
+            self._ahead.drop()
+        self._ahead.ended(self.job)

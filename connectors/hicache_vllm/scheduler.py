@@ -12,6 +12,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from hicache.errors import HicacheError
@@ -43,6 +44,7 @@ class SchedulerSide:
         settings: the user's.
         workers: how many there are.
         reads, writes: what the engine's role allows.
+        early: whether a prompt's pages are stored by the step that completes them.
         counters: gets what is counted.
         now: a monotonic clock in seconds.
         draw: numbers from 0 to 1, for audits.
@@ -57,6 +59,7 @@ class SchedulerSide:
         workers: int,
         reads: bool,
         writes: bool,
+        early: bool = False,
         counters: Counters,
         now: Callable[[], float] = time.monotonic,
         draw: Callable[[], float] = random.random,
@@ -74,7 +77,15 @@ class SchedulerSide:
         self._tasks = Tasks()
         self._scopes = Scopes(cache, self._tasks)
         self._finder = Finder(
-            cache, self._tasks, self._scopes, settings, page=self._page, reads=reads, counters=counters, now=now
+            cache,
+            self._tasks,
+            self._scopes,
+            settings,
+            page=self._page,
+            reads=reads,
+            reserves=early and writes,
+            counters=counters,
+            now=now,
         )
         self._prefill = PrefillRate(now, self._report_prefill)
         self._adapters = Adapters()
@@ -120,6 +131,8 @@ class SchedulerSide:
                 account.close()
             else:  # counted when the service has said of its pages what it knows
                 lookup.account = account
+        if lookup is not None and lookup.reserved:
+            tracked.reserve(lookup)
         if not tokens:
             self._finder.unshare(tracked)
             if not tracked.loading and tracked.audit is None:
@@ -169,7 +182,7 @@ class SchedulerSide:
                 if tracked is not None:
                     self._has_brought(tracked)
                     self._scopes.seen(tracked.scope)
-                    self._stores.begin(tracked, tracked.whole_after(count), lambda name=name: _first(state, name))  # type: ignore[misc]
+                    self._stores.begin(tracked, tracked.whole_after(count), partial(_first, state, name), plan)
 
     def _has_brought(self, tracked: Tracked) -> None:
         """The engine computes a request: what was loaded before stands under its names now."""
@@ -194,8 +207,8 @@ class SchedulerSide:
 
     # ---- what workers report
 
-    def reported(self, report: Report | None) -> None:
-        """A step has ended; the report is of all workers together."""
+    def reported(self, report: Report | None, bad: frozenset[int] = frozenset()) -> None:
+        """A step has ended; the report is of all workers together, `bad` are blocks that did not come."""
         self._prefill.ended()
         if report is None:
             return
@@ -203,6 +216,11 @@ class SchedulerSide:
             self.refuse(report.refused)
         for job, blocks in report.lost.items():
             self._lost[job] = max(self._lost.get(job, 0), blocks)
+        for job, page in report.unstored.items():
+            self._stores.lacks(job, page)
+        for job in report.lost:
+            if job in self._loading:
+                self._stores.spoil(bad, self._loading[job])
         for job, count in report.done.items():
             self._done[job] += count
             if self._done[job] < self._workers:
@@ -231,6 +249,7 @@ class SchedulerSide:
         if lost:  # it would only fail again, and the engine would try for ever
             tracked.refused = True
             tracked.planned = 0
+            tracked.drop_ahead()
             self._finder.unshare(tracked)
 
     def refuse(self, why: str) -> None:
@@ -255,6 +274,7 @@ class SchedulerSide:
             return False
         self._finder.unshare(tracked)
         if tracked.loading:
+            tracked.drop_ahead()
             tracked.audit = None
             return False  # the engine keeps the blocks until the load has ended, which then closes the lookup
         tracked.drop_lookup()
@@ -265,6 +285,7 @@ class SchedulerSide:
         for tracked in self._requests.values():
             if not tracked.loading:
                 tracked.drop_lookup()
+            tracked.drop_ahead()
             tracked.bypass()
         return self._scopes.clear()
 
@@ -276,6 +297,7 @@ class SchedulerSide:
         """Give back all leases, as far as the service takes them in time."""
         self._scopes.close()
         for tracked in (*self._requests.values(), *self._loading.values()):
+            tracked.drop_ahead()
             tracked.drop_lookup()
         self._stores.close()
         self._tasks.close(timeout)

@@ -33,6 +33,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         layer_partition: layers an object; by default all.
         deadline: seconds by which a request is delayed at most for what the cache may have.
         load: "async": the engine computes others while pages come; "sync": it waits, layer by layer.
+        layerwise_stores: "on": a prompt's pages are copied while the step that completes them goes on, layer by layer;
+            "off": during the step after that; "auto": on where the engine's tensors are on a GPU.
         audit_probability: share of hits whose last page is computed again and compared.
         audit_tolerance: relative difference above which such a page is another; by default what the dtype allows.
     """
@@ -56,6 +58,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     layer_partition: int | None = None
     deadline: float = 0.5
     load: Literal["async", "sync"] = "async"
+    layerwise_stores: Literal["auto", "on", "off"] = "auto"
     audit_probability: float = 0.0
     audit_tolerance: float | None = None
 

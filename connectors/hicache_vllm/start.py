@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, Final
 
+import msgspec
+
 from hicache.errors import ConfigError
 from hicache.rpc.address import Address
 from hicache.rpc.client.admin import AdminClient
@@ -34,6 +36,9 @@ _log = logging.getLogger("vllm.hicache")
 START_SECONDS: Final = 20.0
 """For which an engine waits at its start for the service that it has started itself."""
 
+ATTACH_SECONDS: Final = 2.0
+"""For which a worker with a GPU waits at its start for a service, to pin its memory before there are requests."""
+
 
 class Start:
     """What one process of the engine knows when it begins.
@@ -54,6 +59,12 @@ class Start:
         self.address = settings.address or private_address(facts.engine)
         self.service: PrivateService | None = None
 
+    @property
+    def early(self) -> bool:
+        """Whether a prompt's pages are stored by the step that completes them."""
+        asked = self.settings.layerwise_stores
+        return not self.facts.split and (asked == "on" or (asked == "auto" and self.facts.device == "cuda"))
+
     def start_service(self) -> None:
         """Start the private service, in the one process whose part that is."""
         if self.private and self.facts.tp_rank == 0 and self.facts.pp_rank == 0:
@@ -73,6 +84,14 @@ def begin(config: Any, cache_config: Any, *, worker: bool) -> Start:
             'kv_load_failure_policy is "fail", by which a page that is lost fails its request: add '
             '"kv_load_failure_policy": "recompute" to --kv-transfer-config'
         )
+    if settings.load == "sync" and facts.ahead:
+        settings = msgspec.structs.replace(settings, load="async")
+        if not worker:
+            _log.warning(
+                'hicache: "load": "sync" is "async" here: this engine schedules a step before the last one has ended, '
+                "and would keep what that one made of pages that did not come. Use --no-async-scheduling, and one "
+                "pipeline stage"
+            )
     identity = identify(facts, settings, lambda layout: _proves(layout, facts))
     if not worker:
         _tell(facts, identity)
@@ -179,7 +198,7 @@ def make_worker(
         return proven(layout, shape, dtype=first.dtype, cache=made, write=layer_write(config, name))
 
     layout = tensor_layout(first, facts, identity, proves)
-    return WorkerSide(
+    made = WorkerSide(
         cache,
         made_of(list(layers.values()), layout, identity.form),
         layers={name: number for number, name in enumerate(layers)},
@@ -187,3 +206,5 @@ def make_worker(
         comparison=Comparison(facts.kv_dtype, start.settings.audit_tolerance) if identity.canonical else None,
         counters=counters,
     )
+    made.attach(ATTACH_SECONDS)
+    return made

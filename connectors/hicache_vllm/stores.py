@@ -2,7 +2,8 @@
 
 Who may read a request's blocks, and until when:
 
-    a step plans a page      nobody: the step computes it
+    a step plans a page      nobody: the step computes it. Where slots are there already (`Ahead`), the workers, layer
+                             by layer, until they have reported
     a later step             the workers, once slots for it are there (`Saving`), from that step's beginning
     preemption               what is not with the workers is dropped; for what is, the next step waits (`fence`)
     the request's end        the engine keeps the blocks until every worker has reported (`kept`)
@@ -20,7 +21,7 @@ from hicache_vllm.counters import Counters
 from hicache_vllm.plans import StepPlan
 from hicache_vllm.requests import Tracked
 from hicache_vllm.residency import Residency
-from hicache_vllm.saving import Saving, Stage
+from hicache_vllm.saving import Early, Saving, Stage
 from hicache_vllm.tasks import Tasks
 
 __all__ = ["Stores"]
@@ -64,7 +65,7 @@ class Stores:
         self._numbers = numbers
         self._counters = counters
         self._residency = residency
-        self._works: dict[int, Saving | Auditing] = {}
+        self._works: dict[int, Saving | Early | Auditing] = {}
         self._ended: dict[str, Tracked] = {}
         self._kept: list[str] = []
         self._ready = threading.Event()
@@ -106,19 +107,31 @@ class Stores:
         if any(work.stage is Stage.PREPARING for work in self._works.values()):
             self._ready.wait(IDLE)
 
-    def begin(self, tracked: Tracked, computed: int, blocks: Callable[[], Sequence[int] | None]) -> None:
-        """A step computes a request up to so many tokens: later steps store what becomes whole by it."""
+    def begin(
+        self, tracked: Tracked, computed: int, blocks: Callable[[], Sequence[int] | None], plan: StepPlan
+    ) -> None:
+        """A step computes a request up to so many tokens: it, or later ones, store what becomes whole by it."""
         pages = computed // self._page
         audited = tracked.audit is not None and pages > tracked.audit
-        if not audited and (tracked.works or pages <= tracked.planned):
+        early = tracked.ahead is not None and tracked.ahead.has(pages) and len(self._works) < MOST
+        if not audited and not early and (tracked.works or pages <= tracked.planned):
             return
         found = blocks()
         if found is None:
             return
         if audited:
             self._audit(tracked, found)
+        if early:
+            self._save_early(tracked, pages, found, plan)
         if not tracked.works and pages > tracked.planned:
             self._save(tracked, pages, found)
+
+    def _save_early(self, tracked: Tracked, pages: int, blocks: Sequence[int], plan: StepPlan) -> None:
+        assert tracked.ahead is not None
+        early = Early(next(self._numbers), tracked, tracked.ahead, pages, list(blocks), per_page=self._per_page)
+        tracked.planned = max(tracked.planned, early.pages)
+        self._add(early)
+        early.send(plan)
 
     def _save(self, tracked: Tracked, pages: int, blocks: Sequence[int]) -> None:
         if len(self._works) >= MOST:
@@ -144,7 +157,7 @@ class Stores:
             part = blocks[page * self._per_page : (page + 1) * self._per_page]
             self._add(Auditing(next(self._numbers), tracked, page, list(part), lookup))
 
-    def _add(self, work: Saving | Auditing) -> None:
+    def _add(self, work: Saving | Early | Auditing) -> None:
         self._works[work.job] = work
         work.tracked.works.add(work.job)
         work.tracked.preempted()  # counts from here on
@@ -162,9 +175,35 @@ class Stores:
         tracked = work.tracked
         self._residency.came(tracked.scope, work.hashes, tracked.block_hashes)
         tracked.works.discard(job)
+        self._settle(tracked)
+
+    def _settle(self, tracked: Tracked) -> None:
+        """Of a request that has ended, store the rest; or let the engine have its blocks."""
         if self._ended.get(tracked.id) is tracked and not tracked.works and not self._save_rest(tracked):
             del self._ended[tracked.id]
             self._kept.append(tracked.id)
+
+    def lacks(self, job: int, page: int) -> None:
+        """A worker has not stored the pages of an early store from this index on."""
+        work = self._works.get(job)
+        if isinstance(work, Early):
+            work.lacks(page)
+
+    def spoil(self, blocks: frozenset[int], owner: Tracked) -> None:
+        """A load has failed: what was computed behind it, and is not with the workers, is never stored as it is.
+
+        Args:
+            blocks: that do not hold what they should.
+            owner: the request whose load it was. Others may have the same blocks.
+        """
+        for job, work in list(self._works.items()):
+            if work.stage is Stage.SENT or (work.tracked is not owner and blocks.isdisjoint(work.blocks)):
+                continue
+            del self._works[job]
+            work.end(aborted=True)
+            work.tracked.planned, work.tracked.rest = 0, (0, [])
+            work.tracked.works.discard(job)
+            self._settle(work.tracked)
 
     def finish(self, tracked: Tracked, blocks: Sequence[int], *, wanted: bool) -> bool:
         """A request has ended; whether its blocks must stay until the workers report it.
@@ -174,6 +213,7 @@ class Stores:
             blocks: its blocks.
             wanted: whether what is not with the workers yet is still to be stored.
         """
+        tracked.drop_ahead()
         tracked.rest = (tracked.whole_after(0) // self._page, list(blocks)) if wanted else (0, [])
         if not wanted:
             for job in [job for job in tracked.works if self._works[job].stage is not Stage.SENT]:

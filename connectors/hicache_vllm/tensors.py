@@ -11,10 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from hicache.errors import ConfigError
-from hicache_vllm.layouts import Layout, PageForm, Run
+from hicache_vllm.layouts import Layout, PageForm, Run, runs_of
 
 if TYPE_CHECKING:
     from hicache.rpc.client.group import JoinedRequest
+    from hicache.rpc.client.memory import SharedPages
 
 __all__ = ["Bytes", "DirectTensors", "HostTensors", "KVTensors", "Wait", "integers", "made_of", "ordered"]
 
@@ -74,6 +75,18 @@ class DirectTensors(Protocol):
 
     def put(self, joined: JoinedRequest, first: int, blocks: Sequence[int]) -> int:
         """Copy blocks into pages from the index `first` on; how many pages, from the first on, are written."""
+        ...
+
+    def attach(self, memory: SharedPages | None) -> str:
+        """Make ready all that copies from and to a service's memory need, so that no copy has to.
+
+        Args:
+            memory: of the service, as it is mapped here; None where it is out of reach. Then what the calling thread
+                needs to copy without is made.
+
+        Returns:
+            In words what copies will be like.
+        """
         ...
 
     def close(self) -> None:
@@ -137,13 +150,51 @@ class HostTensors:
             self._form.copy(elements, self._layers, runs, layer, load=False)
         return buffer
 
+    def by_layer(self, joined: JoinedRequest, first: int, blocks: Sequence[int]) -> HostLayers:
+        """See `early.LayerTensors`."""
+        runs = list(runs_of(blocks, first=0, per_page=self._form.per_page))
+        return HostLayers(self._form, self._layers, joined, first, len(blocks) // self._form.per_page, runs)
+
+
+class HostLayers:
+    """Layers on their way into pages; see `early.LayerCopy`."""
+
+    def __init__(
+        self,
+        form: PageForm,
+        tensors: Sequence[tuple[Any, ...]],
+        joined: JoinedRequest,
+        first: int,
+        pages: int,
+        runs: Sequence[Run],
+    ) -> None:
+        self._form = form
+        self._tensors = tensors
+        self._joined = joined
+        self._first = first
+        self._runs = runs
+        self._buffer = np.empty((pages, form.page_bytes), np.uint8)
+        self._elements = self._buffer.view(f"u{form.shape.itemsize}")
+
+    def copy(self, first: int, end: int) -> None:
+        """See `early.LayerCopy`."""
+        for layer in range(first, end):
+            self._form.copy(self._elements, self._tensors, self._runs, layer, load=False)
+
+    def finish(self, *, good: bool) -> int:
+        """See `early.LayerCopy`."""
+        return self._joined.write_from(self._buffer, first=self._first) if good else 0
+
 
 def made_of(layers: Sequence[Any], layout: Layout, form: PageForm) -> KVTensors:
     """What moves these tensors, wherever they are.
 
     Raises:
-        ConfigError: a device that is not known here.
+        ConfigError: a device that is not known here, or several.
     """
+    places = sorted({str(tensor.device) for tensor in layers})
+    if len(places) > 1:
+        raise ConfigError(f"KV tensors on {', '.join(places)}: all of a worker's have to be on one, give each a worker")
     kind = layers[0].device.type
     if kind == "cpu":
         return HostTensors(layers, layout, form)

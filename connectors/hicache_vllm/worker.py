@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -12,14 +15,20 @@ import numpy as np
 from hicache.errors import HicacheError
 from hicache.rpc.client.cache import ConnectedCache
 from hicache.rpc.client.group import JoinedRequest
+from hicache_vllm.attaching import Attaching
 from hicache_vllm.comparing import Comparison
+from hicache_vllm.compat import Forward
 from hicache_vllm.copier import Copier
 from hicache_vllm.counters import Counters
+from hicache_vllm.early import EarlyStores, LayerTensors
 from hicache_vllm.layouts import runs_of
 from hicache_vllm.plans import Audit, Load, Report, StepPlan, Store
-from hicache_vllm.tensors import DirectTensors, KVTensors, Wait
+from hicache_vllm.tensors import DirectTensors, KVTensors
+from hicache_vllm.waits import LayerWaits
 
 __all__ = ["WorkerSide"]
+
+_log = logging.getLogger("vllm.hicache")
 
 BATCH_BYTES: Final = 4 * 2**20
 """Pages that are copied at once: small enough for the processor's caches, large enough that Python costs nothing."""
@@ -64,13 +73,20 @@ class WorkerSide:
         self._copier = Copier(apart=self._direct is not None)
         self._lock = threading.Lock()
         self._waiting: dict[int, Load | Store | Audit] = {}
-        self._layerwise: dict[int, int] = {}
-        self._orders: dict[int, Wait] = {}  # of the former: lets the engine's stream wait, where a device orders copies
+        self._attaching = Attaching(cache, self._direct, self._copier)
+        self._waits = LayerWaits(self._copier, len(layers))
+        by_layer = tensors if isinstance(tensors, LayerTensors) else None
+        self._early = EarlyStores(by_layer, len(layers), self._copier, self)
+        self._over = True  # the step
         self._received: set[str] = set()
         self._bad: set[int] = set()
         self._report = Report()
         self._kept: set[str] = set()
         self._overwritten: set[int] = set()
+
+    def attach(self, seconds: float) -> None:
+        """The engine starts: make the service's memory ready for a device, if it comes within so long."""
+        self._attaching.begin(seconds)
 
     # ---- a step
 
@@ -80,44 +96,88 @@ class WorkerSide:
         Raises:
             TimeoutError: a copy goes on; whoever gets this must use this worker no more.
         """
+        self._end_step(good=False)
+        self._early.drop()
         if not self._copier.wait_for(lambda: not self._waiting, FENCE_SECONDS):
             raise TimeoutError(f"a copy of KV blocks has not ended in {FENCE_SECONDS:g} s")
 
     def fence(self, plan: StepPlan) -> None:
         """Wait until the stores whose blocks this step may overwrite have read them."""
         jobs = set(plan.fence)
-        if jobs and not self._copier.wait_for(lambda: jobs.isdisjoint(self._waiting), FENCE_SECONDS):
+        if not jobs:
+            return
+        self._end_step(good=False)
+        self._early.drop(jobs)
+        if not self._copier.wait_for(lambda: jobs.isdisjoint(self._waiting), FENCE_SECONDS):
             with self._lock:
                 self._overwritten |= jobs & set(self._waiting)
 
-    def begin_stores(self, plan: StepPlan) -> None:
-        """Begin to read what former steps have computed."""
-        for store in plan.stores:
+    def begin_stores(self, plan: StepPlan, forward: Forward) -> None:
+        """A step begins: begin to read what former ones have computed, and know what goes with this one."""
+        self._end_step(good=False)
+        self._over = False
+        self._attaching.again()
+        self._waits.begin_step(forward)
+        early = [store for store in plan.stores if store.early]
+        for store in (*self._early.take_late(), *(store for store in plan.stores if not store.early)):
             self._begin(store, self._store)
+        with self._lock:
+            self._waiting.update((store.job, store) for store in early)
+        self._early.begin(early, forward)
         for audit in plan.audits:
             self._begin(audit, self._audit)
         self._kept.update(plan.kept)
 
     def begin_loads(self, plan: StepPlan) -> None:
-        """Begin to bring pages; does not wait for them."""
+        """Begin to bring pages. Waits for none of them but where layers will not."""
+        self._waits.begin([load for load in plan.loads if load.layerwise])
         for load in plan.loads:
-            if load.layerwise:
-                with self._lock:
-                    self._layerwise[load.job] = 0
             self._begin(load, self._load)
+        self._waits.begun()
 
     def wait_for_layer(self, layer: str) -> None:
         """Wait until the pages that this step needs have come, for one layer."""
         number = self._layers.get(layer)
-        if self._layerwise and number is not None:
-            self._copier.wait_for(lambda: all(done > number for done in list(self._layerwise.values())), None)
-            for wait in list(self._orders.values()):
-                wait(number)
+        if number is not None:
+            self._waits.wait(number)
 
-    def wait_for_layers(self) -> None:
-        """Wait until all pages that this step needs have come, or will not."""
-        if self._layerwise:
-            self._copier.wait_for(lambda: not self._layerwise, None)
+    def layer_computed(self, layer: str) -> None:
+        """A layer of this step is computed, or on its way on the calling thread's stream."""
+        number = self._layers.get(layer)
+        if number is not None:
+            self._early.computed(number)
+
+    def end_step(self) -> None:
+        """The step is over: wait until all pages that it needs have come, or will not.
+
+        Has to come before anybody asks which blocks did not.
+        """
+        self._end_step(good=sys.exc_info()[0] is None)  # vLLM comes here also where its model has raised
+
+    def _end_step(self, *, good: bool) -> None:
+        if self._over:
+            return
+        self._over = True
+        loads, missed = self._waits.end_step()
+        if missed:
+            self._distrust(loads, missed)
+        with self._lock:
+            good = good and not any(load.job in self._report.lost for load in loads)
+        self._early.end(good=good)
+
+    def _distrust(self, loads: list[Load], missed: int) -> None:
+        """Layers have not called, so they may have read pages that were not there: those are computed."""
+        _log.error(
+            "hicache: %d of %d layers were computed without waiting for their pages, which are computed anew; from now "
+            "on a step waits for all of its pages before it begins",
+            missed,
+            len(self._layers),
+        )
+        for load in loads:
+            self._counters.failed("load: unordered", -(-len(load.blocks) // self._per_page))
+            with self._lock:
+                self._bad.update(load.blocks)
+                self._report.lost[load.job] = len(load.blocks)
 
     def _begin(self, work: Any, run: Callable[[Any], None]) -> None:
         with self._lock:
@@ -138,8 +198,7 @@ class WorkerSide:
             if self._waiting.pop(work.job, None) is None:
                 return  # this worker has left
             self._overwritten.discard(work.job)
-            self._layerwise.pop(work.job, None)
-            self._orders.pop(work.job, None)
+            self._waits.ended(work.job)
             self._report.done[work.job] += 1
             if isinstance(work, Load) and not work.layerwise:
                 self._received.add(work.request)
@@ -150,6 +209,7 @@ class WorkerSide:
         Args:
             idle: whether the engine has nothing to compute, so that it may wait a moment for something to end.
         """
+        self.end_step()  # with a draft model vLLM asks this before it waits for stores
         if idle and self._waiting:
             before = len(self._waiting)
             self._copier.wait_for(lambda: len(self._waiting) < before, IDLE_SECONDS)
@@ -214,9 +274,8 @@ class WorkerSide:
         done = 0
         with self._cache.join(ticket) as joined:
             if self._direct is not None:
-                return self._direct.fetch(
-                    joined, first, load.blocks, inside=skip, begun=lambda wait: self._begun(load, wait)
-                )
+                ordered = partial(self._waits.ordered, load.job) if load.layerwise else _nothing
+                return self._direct.fetch(joined, first, load.blocks, inside=skip, begun=ordered)
             for at in range(0, pages, batch):
                 count = min(batch, pages - at)
                 buffer = np.empty((count, self._cache.host.page_bytes), np.uint8)
@@ -224,42 +283,60 @@ class WorkerSide:
                 end = min(max((at + good) * self._per_page - skip, 0), len(load.blocks))
                 inside = skip if at == 0 else 0
                 runs = list(runs_of(load.blocks[done:end], first=inside, per_page=self._per_page))
-                self._tensors.load(
-                    buffer, runs, (lambda layer: self._came(load.job, layer)) if load.layerwise else None
-                )
+                came = (lambda layer: self._waits.came(load.job, layer + 1)) if load.layerwise else None
+                self._tensors.load(buffer, runs, came)
                 done = end
                 if good < count:
                     break
         return done
 
-    def _begun(self, load: Load, wait: Wait) -> None:
-        """All layers are on their way, and the engine's stream can wait for each."""
-        with self._lock:
-            if load.layerwise:
-                self._orders[load.job] = wait
-                self._layerwise[load.job] = len(self._layers)
-        self._copier.notify()
-
-    def _came(self, job: int, layer: int) -> None:
-        with self._lock:
-            self._layerwise[job] = layer + 1
-        self._copier.notify()
-
     # ---- stores and audits
 
     def _store(self, store: Store) -> None:
+        try:
+            with self.join(store.ticket) as joined:
+                pages = self.publish(joined, store, self.whole(joined, store))
+        except BaseException:
+            if store.early:
+                self._stored(store, 0)
+            raise
+        self._stored(store, pages)
+
+    def join(self, ticket: bytes) -> JoinedRequest:
+        """See `early.Ends`."""
+        return self._cache.join(ticket)
+
+    def whole(self, joined: JoinedRequest, store: Store) -> int:
+        """See `early.Ends`."""
         begun = time.monotonic()
-        pages = store.end - store.first
-        with self._cache.join(store.ticket) as joined:
-            done = self._write(joined, store)
-            with self._lock:
-                done = 0 if store.job in self._overwritten else done
-            if done:
-                joined.commit(upto=(store.first + done) * self._cache.page_size)
-        if done < pages:
-            self._counters.failed("store: lost", pages - done)
+        done = self._write(joined, store)
         self._counters.add("store_seconds", count=time.monotonic() - begun)
-        self._counters.add("store_bytes", count=done * self._per_page * self._tensors.block_bytes)
+        return done
+
+    def publish(self, joined: JoinedRequest, store: Store, pages: int) -> int:
+        """See `early.Ends`."""
+        with self._lock:
+            pages = 0 if store.job in self._overwritten else pages
+        if pages:
+            joined.commit(upto=(store.first + pages) * self._cache.page_size)
+        self._counters.add("store_bytes", count=pages * self._per_page * self._tensors.block_bytes)
+        return pages
+
+    def over(self, store: Store, pages: int) -> None:
+        """See `early.Ends`."""
+        self._stored(store, pages)
+        self._counters.add("early_pages", count=pages)
+        self._end(store)
+        self._copier.notify()
+
+    def _stored(self, store: Store, pages: int) -> None:
+        """So many pages are there. Of an early store the others are tried again, as the request goes on."""
+        lacks = store.end - store.first - pages
+        if lacks and store.early:
+            with self._lock:
+                self._report.unstored[store.job] = store.first + pages
+        elif lacks:
+            self._counters.failed("store: lost", lacks)
 
     def _write(self, joined: JoinedRequest, store: Store) -> int:
         pages = store.end - store.first
@@ -288,3 +365,7 @@ class WorkerSide:
         finally:
             with self._lock:
                 self._report.audited[outcome] += 1
+
+
+def _nothing(given: object) -> None:
+    del given

@@ -23,6 +23,7 @@ FUNCTIONS = {
     "_custom_ops.py": ("cpu_attn_reshape_and_cache",),
     "distributed/utils.py": ("get_pp_indices",),
     f"{CONNECTOR.removesuffix('/v1')}/utils.py": ("get_current_attn_backend",),
+    "forward_context.py": ("get_forward_context", "is_forward_context_available"),
 }
 """What `hicache_vllm.compat` calls besides."""
 
@@ -35,6 +36,8 @@ def record(package: Path, release: str) -> dict[str, Any]:
     events = body_of(package / "distributed/kv_events.py")
     sources = body_of(package / "v1/metrics/cache_hit_source.py")
     steps = body_of(package / "v1/core/sched/output.py")
+    hooks = body_of(package / "model_executor/layers/attention/kv_transfer_utils.py")
+    modes = body_of(package / "config/compilation.py")
     return {
         "release": release,
         "classes": {name: methods(found[path][name]) for path, names in CLASSES.items() for name in names},
@@ -42,6 +45,10 @@ def record(package: Path, release: str) -> dict[str, Any]:
         "functions": {name: signature(found[path][name]) for path, names in FUNCTIONS.items() for name in names},
         "hit_sources": values(sources["CacheHitSource"]) if "CacheHitSource" in sources else None,
         "step": fields(steps["SchedulerOutput"]),
+        "forward": fields(found["forward_context.py"]["ForwardContext"]),
+        "graphs": values(modes["CUDAGraphMode"]),
+        "hooks": calls(hooks["maybe_transfer_kv_layer"], "connector"),
+        "asks_for_piecewise": "requires_piecewise_for_cudagraph" in (package / "config/vllm.py").read_text("utf-8"),
     }
 
 
@@ -75,6 +82,13 @@ def signature(node: ast.FunctionDef) -> str:
     ]
     names += [f"**{given.kwarg.arg}"] if given.kwarg else []
     return " ".join(names)
+
+
+def calls(node: ast.FunctionDef, name: str) -> list[str]:
+    """What a function calls of an object, in order."""
+    found = [one for one in ast.walk(node) if isinstance(one, ast.Call) and isinstance(one.func, ast.Attribute)]
+    found.sort(key=lambda one: (one.lineno, one.col_offset))
+    return [ast.unparse(one) for one in found if ast.unparse(one.func).startswith(f"{name}.")]
 
 
 def fields(node: ast.ClassDef) -> list[str]:

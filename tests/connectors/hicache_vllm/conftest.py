@@ -16,6 +16,7 @@ import pytest
 from hicache.testing.serving import ServedApp
 
 sys.path.insert(0, str(Path(__file__).parent))  # the stand-ins beside this file
+from vllm_cuda import EngineCuda, on_gpu
 from vllm_recorded import RELEASE, FullAttentionSpec, Role, cache_config, modules, vllm_config
 from vllm_services import service_config
 from vllm_small_engine import BLOCK, DTYPE, HEADS, LAYERS, WIDTH, SmallEngine, kernel
@@ -89,3 +90,14 @@ def engines(install: Callable[..., Any], folder: Path) -> Iterator[Callable[...,
             return engine
 
         yield make
+
+
+@pytest.fixture
+def cudas(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[EngineCuda]]:
+    """The devices of the engines that are made from now on, a worker each."""
+    made: list[EngineCuda] = []
+    monkeypatch.setattr("hicache_vllm.start.made_of", lambda layers, _, form: on_gpu(made, layers, form))
+    yield made
+    for cuda in made:
+        cuda.let_go()
+        assert not cuda.allocated

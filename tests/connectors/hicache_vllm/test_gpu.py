@@ -2,65 +2,33 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from vllm_services import small
+from vllm_cuda import BATCH, EngineCuda, adopt
+from vllm_services import service_config, small
 from vllm_small_engine import SmallEngine
 
 import hicache_vllm.tensors
-from hicache.cuda import CudaOptions
-from hicache.cuda.driver import Event, Stream
+from hicache.core.arenas import Run as ArenaRun
+from hicache.cuda.driver import CudaError
 from hicache.errors import ConfigError, GeometryError
+from hicache.memory.rankpages import RankMemory, RankPages
+from hicache.testing.clients import until
 from hicache.testing.cuda import FakeCuda
 from hicache.testing.cudacopy import KERNELS
+from hicache.testing.serving import ServedApp
 from hicache_vllm.devices import DeviceTensors
 from hicache_vllm.gpu import GpuTensors
 from hicache_vllm.layouts import LAYOUTS, OPAQUE, ROWS, BlockShape, PageForm, Run
-from hicache_vllm.tensors import DirectTensors, KVTensors
+from hicache_vllm.tensors import DirectTensors
 
-BATCH = CudaOptions(method="batch")
 Engines = Callable[..., SmallEngine]
-
-
-class EngineCuda(FakeCuda):
-    """The small engine computes on the CPU, as its current stream: what that waits for, its thread has to."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(memory=1 << 22, kernels=KERNELS, **options)
-        self.layers_waited = 0
-
-    def wait(self, stream: Stream, event: Event) -> None:
-        super().wait(stream, event)
-        if stream is self.default:
-            self.layers_waited += 1
-            self.synchronize(event)
-
-
-def adopt(cuda: FakeCuda, tensors: list[torch.Tensor]) -> None:
-    for tensor in tensors:
-        cuda.adopt(tensor.data_ptr(), tensor.numel() * tensor.element_size())
-
-
-@pytest.fixture
-def cudas(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[EngineCuda]]:
-    """The devices of the engines that are made from now on, a worker each."""
-    made: list[EngineCuda] = []
-
-    def on_gpu(layers: Any, layout: Any, form: PageForm) -> KVTensors:
-        cuda = EngineCuda(seed=len(made))
-        made.append(cuda)
-        adopt(cuda, layers)
-        rows = dataclasses.replace(form, halves=(ROWS, ROWS))
-        return GpuTensors(layers, LAYOUTS["rows"], rows, driver=cuda, options=BATCH)
-
-    monkeypatch.setattr("hicache_vllm.start.made_of", on_gpu)
-    yield made
-    for cuda in made:
-        assert not cuda.allocated
 
 
 @pytest.mark.slow
@@ -211,3 +179,161 @@ def test_without_cupy_torch_copies(monkeypatch: pytest.MonkeyPatch, caplog: pyte
     given = [torch.zeros((6, 2, 4, 16), dtype=torch.bfloat16) for _ in range(2)]
     assert isinstance(hicache_vllm.tensors._on_gpu(given, LAYOUTS["rows"], FORM), DeviceTensors)
     assert "pip install 'hicache[cuda]'" in caplog.text
+
+
+def test_tensors_of_two_devices_are_refused() -> None:
+    given = [torch.zeros((6, 2, 4, 16), device=device) for device in ("meta", "cpu")]
+    with pytest.raises(ConfigError, match="KV tensors on cpu, meta: all of a worker's have to be on one"):
+        hicache_vllm.tensors.made_of(given, LAYOUTS["rows"], FORM)
+
+
+# ---- before there are requests
+
+ARENA = 384 * 1024
+MADE = ("compile", "host_register", "host_alloc", "malloc")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("service")
+def test_a_request_pins_compiles_and_measures_nothing(
+    cudas: list[EngineCuda], engines: Engines, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="vllm.hicache"):
+        engine = engines(load="sync", layerwise_stores="on")
+    assert "of the service's memory, 384 KiB of it pinned, by batch" in caplog.text
+    (cuda,) = cudas
+    assert ARENA in cuda.registered.values()
+    before = [cuda.calls.get(name, 0) for name in MADE]
+    for _ in range(2):
+        engine.generate(small(1, 43))
+    assert (engine.external, engine.failed) == (40, 0)
+    assert engine.early == 1
+    assert [cuda.calls.get(name, 0) for name in MADE] == before
+
+
+@pytest.mark.slow
+def test_a_service_that_comes_later_is_pinned_beside_the_steps(
+    cudas: list[EngineCuda], engines: Engines, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hicache_vllm.start.ATTACH_SECONDS", 0.0)
+    engine = engines()
+    (cuda,) = cudas
+
+    def pinned() -> bool:
+        return ARENA in cuda.registered.values()
+
+    for _ in range(2):
+        assert not pinned()
+        with ServedApp(service_config(folder, host=ARENA)):
+            until(lambda: engine.stepped() and pinned(), "the memory is pinned")
+            before = cuda.calls["host_register"]
+            engine.generate(small(1, 43))
+            assert cuda.calls["host_register"] == before
+        until(lambda: engine.stepped() and not pinned(), "the memory is not pinned any more")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("service", "cudas")
+def test_memory_that_cannot_be_pinned_is_one_line_at_start(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused(*_: Any, **__: Any) -> None:
+        raise CudaError("cudaHostRegister", "cudaErrorMemoryAllocation", 2, "out of memory")
+
+    monkeypatch.setattr(EngineCuda, "host_register", refused)
+    engine = engines()
+    (line,) = [one.getMessage() for one in caplog.records if "could not be pinned" in one.getMessage()]
+    assert "384 KiB could not be pinned: cudaErrorMemoryAllocation (2)" in line
+    for _ in range(2):
+        engine.generate(small(1, 43))
+    assert (engine.external, engine.failed) == (40, 0)
+
+
+def test_memory_out_of_reach_has_its_buffers_before() -> None:
+    cuda = EngineCuda()
+    given = [torch.randint(0, 2**15, (6, 2, 4, 16), dtype=torch.int16).view(torch.bfloat16) for _ in range(2)]
+    adopt(cuda, given)
+    ours = GpuTensors(given, LAYOUTS["rows"], FORM, driver=cuda, options=BATCH)
+    assert "through a pinned buffer of 32 MiB" in ours.attach(None)
+    before = [cuda.calls.get(name, 0) for name in MADE]
+    pages = ours.store(1, [Run(2, 0, 2)])
+    ours.load(pages, [Run(4, 0, 2)])
+    assert [cuda.calls.get(name, 0) for name in MADE] == before
+    assert torch.equal(given[0][4], given[0][2])
+    ours.close()
+
+
+# ---- stores layer by layer
+
+
+class Shared:
+    """A service's memory, and a loan of its pages."""
+
+    def __init__(self, slots: int) -> None:
+        self.rows = np.zeros((slots, FORM.page_bytes), np.uint8)
+        self.pages = RankPages(FORM.page_bytes, [RankMemory(self.rows, (ArenaRun(0, 0, FORM.page_bytes),), True)])
+        self.memory = self
+        self.slots = np.arange(slots)
+        self.lost = 0
+        self.written: list[int] = []
+        self.closed = False
+
+    def before_unmapping(self, callback: Callable[[], None]) -> None:
+        del callback
+
+    def lend(self, first: int, count: int, *, write: bool) -> Any:
+        assert write
+        return None if self.lost < 0 else self
+
+    def good(self) -> int:
+        return len(self.slots) - self.lost
+
+    def wrote(self, pages: int) -> None:
+        self.written.append(pages)
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, *_: object) -> None:
+        self.closed = True
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_layer_is_copied_when_it_is_computed_and_not_before(seed: int) -> None:
+    """Its copy is asked for while the engine's stream has not come so far, and others go in between."""
+    cuda = FakeCuda(seed=seed, memory=1 << 22, kernels=KERNELS)
+    given = [torch.zeros((6, 2, 4, 16), dtype=torch.bfloat16) for _ in range(2)]
+    adopt(cuda, given)
+    ours = GpuTensors(given, LAYOUTS["rows"], FORM, driver=cuda, options=BATCH)
+    shared = Shared(2)
+    layers = ours.by_layer(shared, 0, [4, 5, 1, 3])  # type: ignore[arg-type]
+    wanted = [torch.randn(tensor.shape).to(torch.bfloat16) for tensor in given]
+    for layer, tensor in enumerate(given):
+        gate = cuda.gate(cuda.default)
+        cuda.compute(cuda.default, lambda tensor=tensor, layer=layer: tensor.copy_(wanted[layer]))  # type: ignore[misc]
+        ours.mark()()
+        layers.copy(layer, layer + 1)
+        cuda.drive(5)
+        gate.open()
+    assert layers.finish(good=True) == 2
+    assert (shared.written, shared.closed) == ([2], True)
+    theirs = hicache_vllm.tensors.HostTensors(wanted, LAYOUTS["rows"], FORM)
+    assert (shared.rows == theirs.store(2, [Run(4, 0, 2), Run(1, 2, 1), Run(3, 3, 1)])).all()
+    ours.close()
+
+
+@pytest.mark.parametrize(("lost", "good", "written"), [(1, True, 1), (0, False, 0), (2, True, 0), (-1, True, None)])
+def test_pages_that_are_not_there_whole_are_not_said_to_be(lost: int, good: bool, written: int | None) -> None:
+    """A slot that was taken away, a step that came to nothing, and memory that cannot be reached."""
+    cuda = EngineCuda()
+    given = [torch.zeros((6, 2, 4, 16), dtype=torch.bfloat16) for _ in range(2)]
+    adopt(cuda, given)
+    ours = GpuTensors(given, LAYOUTS["rows"], FORM, driver=cuda, options=BATCH)
+    shared = Shared(2)
+    shared.lost = lost
+    layers = ours.by_layer(shared, 0, [4, 5, 1, 3])  # type: ignore[arg-type]
+    for layer in range(2):
+        layers.copy(layer, layer + 1)
+    assert layers.finish(good=good) == written
+    assert shared.closed is (lost >= 0)
+    ours.close()

@@ -51,6 +51,31 @@ class PromMetrics:
         self.per_engine_labelvalues = per_engine_labelvalues
 
 
+class Forwards:
+    """Stands for vLLM's module of forward contexts: `current` is the one of the step that begins, or None."""
+
+    current: Any = None
+
+    @classmethod
+    def begin(cls, release: str = "", *, mode: str = "NONE", computes: bool = True, parts: int = 0) -> None:
+        """A step begins, by graphs of one kind, or in so many parts; or nothing is computed."""
+        release = release or RELEASE
+        kind = Enum("CUDAGraphMode", record(release)["graphs"])  # type: ignore[misc]
+        fields = {name.rstrip("="): None for name in record(release)["forward"]}
+        said = {
+            "attn_metadata": {} if computes else None,
+            "cudagraph_runtime_mode": kind[mode],
+            "ubatch_slices": [None] * parts or None,
+        }
+        assert said.keys() <= fields.keys()
+        cls.current = SimpleNamespace(**fields | said)
+
+    @classmethod
+    def get(cls) -> Any:
+        assert cls.current is not None, "no forward context is set"
+        return cls.current
+
+
 def recorded_class(release: str, name: str, more: dict[str, str] | None = None) -> type:
     """A class whose methods have the recorded signatures; abstract ones are abstract, others do nothing."""
     space: dict[str, Any] = {
@@ -126,6 +151,10 @@ def modules(more: dict[str, str] | None = None, *, kernel: Any = None, release: 
         _METRICS: {"KVConnectorStats": Stats, "KVConnectorPromMetrics": PromMetrics},
         _UTILS: {"get_current_attn_backend": lambda config: SimpleNamespace(get_name=lambda: config.backend)},
         "vllm.distributed.kv_events": {name: recorded_fields(release, name) for name in known["events"]},
+        "vllm.forward_context": {
+            "get_forward_context": Forwards.get,
+            "is_forward_context_available": lambda: Forwards.current is not None,
+        },
         _CPU: {"_get_attn_isa": lambda *_: "vec"},
         "vllm.distributed.utils": {"get_pp_indices": lambda layers, rank, size: (layers // size * rank, 0)},
     }
@@ -192,8 +221,9 @@ def vllm_config(extra: dict[str, Any], spec: Any, *, layers: int, tp: int = 1, *
             get_total_num_kv_heads=lambda: spec.num_kv_heads * tp,
         ),
         cache_config=SimpleNamespace(cache_dtype="auto", calculate_kv_scales=False, enable_prefix_caching=True),
-        scheduler_config=SimpleNamespace(enable_chunked_prefill=False),
-        parallel_config=SimpleNamespace(tensor_parallel_size=tp, pipeline_parallel_size=1, rank=0),
+        scheduler_config=SimpleNamespace(enable_chunked_prefill=False, async_scheduling=False),
+        parallel_config=SimpleNamespace(tensor_parallel_size=tp, pipeline_parallel_size=1, rank=0, use_ubatching=False),
+        device_config=SimpleNamespace(device_type="cpu"),
         load_config=SimpleNamespace(load_format="auto"),
     )
     for path, value in changed.items():

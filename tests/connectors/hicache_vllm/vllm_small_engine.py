@@ -7,7 +7,7 @@ its own into blocks. Each step reads back what its requests rely on, wherever it
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import sha256
@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm_recorded import Forwards
 
 HEADS, WIDTH, BLOCK, LAYERS = 2, 8, 4, 3
 DTYPE = torch.bfloat16
@@ -30,6 +31,10 @@ def kernel(keys: Any, values: Any, key_cache: Any, value_cache: Any, slots: Any,
         for head in range(heads):
             key_cache[block, head].view(-1)[token::tokens] = keys[at, head]
         value_cache[block, :, token] = values[at]
+
+
+class ModelError(Exception):
+    """The model has raised in the middle of a step."""
 
 
 @lru_cache(maxsize=100_000)
@@ -82,6 +87,10 @@ class SmallEngine:
     Attributes:
         external: tokens that the connector brought. failed: blocks that it said did not come.
         asked_again: how often it did not know yet.
+        early: stores that went with the step that computes their pages.
+        forward: what vLLM says of each step; None: there is no forward context.
+        hooks: whether layers call the connector. raises: a layer in which the model raises, once.
+        computing: called before each layer, with its number.
     """
 
     def __init__(self, scheduler: Any, workers: Iterable[Any], *, blocks: int = 64, chunk: int = 1000) -> None:
@@ -94,7 +103,11 @@ class SmallEngine:
         for worker, layers in zip(self.workers, self.tensors, strict=True):
             worker.register_kv_caches({f"model.layers.{n}.attn": layer for n, layer in enumerate(layers)})
         self.chunk = chunk
-        self.external = self.failed = self.asked_again = 0
+        self.external = self.failed = self.asked_again = self.early = 0
+        self.forward: dict[str, Any] | None = {}
+        self.hooks = True
+        self.raises: int | None = None
+        self.computing: Callable[[int], None] = lambda _: None
         self.sources: dict[str, int] = {}
         self.stats: dict[str, float] = {}
         self._free = list(range(blocks - 1, 0, -1))
@@ -203,6 +216,7 @@ class SmallEngine:
             finished_req_ids=self._finished,
         )
         metadata = self.scheduler.build_connector_meta(output)
+        self.early += sum(getattr(store, "early", False) for store in metadata.plan.stores)
         finished, self._finished = self._finished, set()
         freed, self._freed = self._freed, []
         sent: list[set[str]] = []
@@ -210,21 +224,27 @@ class SmallEngine:
         bad: set[int] = set()
         wrong: list[tuple[str, set[int]]] = []
         report: Any = None
+        raised = False
         for rank, worker in enumerate(self.workers):
             worker.handle_preemptions(metadata)
             self._scrub(rank, freed)
+            Forwards.current = None
+            if self.forward is not None:
+                Forwards.begin(**{"computes": bool(counts)} | self.forward)
             worker.bind_connector_metadata(metadata)
             if sync:
                 worker.start_load_kv(None)
-            for layer in range(LAYERS):
-                worker.wait_for_layer_load(f"model.layers.{layer}.attn")
-                for name, count in counts.items():
-                    wrong += self._compute(requests[name], count, rank, layer)
-                worker.save_kv_layer(f"model.layers.{layer}.attn", None, None)
-            if not sync:
-                worker.start_load_kv(None)
-            worker.wait_for_save()
-            one, other = worker.get_finished(finished)
+            try:
+                try:
+                    for layer in range(LAYERS):
+                        wrong += self._layer(worker, rank, layer, counts, requests)
+                finally:  # as vLLM's first runner does, also where its model has raised
+                    if not sync:
+                        worker.start_load_kv(None)
+                    worker.wait_for_save()
+                    one, other = worker.get_finished(finished)
+            except ModelError:
+                raised = True
             sent.append(one or set())
             received.append(other or set())
             bad |= worker.get_block_ids_with_load_errors()
@@ -234,7 +254,23 @@ class SmallEngine:
                 report = found if report is None else report.aggregate(found)
         for what, blocks in wrong:  # vLLM throws away what a step computed behind blocks that its end calls bad
             assert bad & blocks, what
-        self._update(counts, requests, sent, received, bad, report)
+        self._update({} if raised else counts, requests, sent, received, bad, report)
+
+    def _layer(
+        self, worker: Any, rank: int, layer: int, counts: dict[str, int], requests: dict[str, Request]
+    ) -> list[tuple[str, set[int]]]:
+        name = f"model.layers.{layer}.attn"
+        called = self.hooks and bool(counts)
+        if called:
+            worker.wait_for_layer_load(name)
+        self.computing(layer)
+        wrong = [each for one, count in counts.items() for each in self._compute(requests[one], count, rank, layer)]
+        if self.raises == layer and counts:
+            self.raises = None
+            raise ModelError
+        if called:
+            worker.save_kv_layer(name, None, None)
+        return wrong
 
     def _update(
         self,
@@ -301,8 +337,11 @@ class SmallEngine:
             tensor[freed] = -1
 
     def _compute(self, request: Request, count: int, rank: int, layer: int) -> Iterator[tuple[str, set[int]]]:
-        """Compute tokens of a layer; yields what is wrong in front of them, with the blocks up to there."""
-        begin = request.num_computed_tokens
+        """Compute tokens of a layer; yields what is wrong in front of them, with the blocks up to there.
+
+        What is computed behind something that is wrong is wrong.
+        """
+        begin, spoilt = request.num_computed_tokens, 0
         tensor = self.tensors[rank][layer]
         heads = HEADS // len(self.workers)
         known = np.asarray(request.all_token_ids, np.uint32).tobytes()
@@ -311,12 +350,15 @@ class SmallEngine:
             wanted = numbers(known[: 4 * (at + 1)], layer)[:, rank * heads : (rank + 1) * heads]
             halves = tensor.view(-1, heads, 2 * BLOCK, WIDTH).chunk(2, dim=2)
             if at >= begin:
-                kernel(wanted[0:1], wanted[1:2], *halves, torch.tensor([block * BLOCK + token]), "vec")
+                kernel(
+                    wanted[0:1] + spoilt, wanted[1:2] + spoilt, *halves, torch.tensor([block * BLOCK + token]), "vec"
+                )
             else:
                 flat = tensor[block].view(heads, -1)
                 keys = flat[:, : BLOCK * WIDTH].view(heads, WIDTH, BLOCK)[:, :, token]
                 values = flat[:, BLOCK * WIDTH :].view(heads, BLOCK, WIDTH)[:, token]
                 if not (torch.equal(keys, wanted[0]) and torch.equal(values, wanted[1])):
+                    spoilt = 1
                     yield f"{request.request_id}: token {at}, layer {layer}", set(request.blocks[: at // BLOCK + 1])
 
     def _count(self, connector: Any) -> None:
