@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
 from hicache.errors import ConfigError
-from hicache.runtime.modelconfig import deciding_settings
+from hicache.runtime.modelconfig import deciding_settings, rope_settings
 from hicache_vllm.events import Gone, Kept
 
 __all__ = [
@@ -182,7 +182,7 @@ def facts_of(config: Any, cache_config: Any, *, worker: bool) -> Facts:
         dtype=_plain(model.dtype),
         kv_dtype=_plain(spec.dtype) if str(cache.cache_dtype) == "auto" else str(cache.cache_dtype),
         quantization=str(model.quantization or ""),
-        positions=deciding_settings(model.hf_text_config, quantization=model.quantization),
+        positions=_positions(model),
         overrides=_overrides(model),
         backend=backend,
         isa=_isa(model, cache, spec) if backend == "CPU_ATTN" else "",
@@ -250,6 +250,18 @@ def _revision(config: Any, model: Any) -> str | None:
     if str(config.load_config.load_format) == "dummy":
         return f"dummy-{model.seed}"
     return str(model.revision) if model.revision else None
+
+
+def _positions(model: Any) -> dict[str, Any] | None:
+    """What decides about pages besides the weights. Of longrope's sets of factors vLLM takes one for all prompts."""
+    config = model.hf_text_config
+    found = deciding_settings(config, quantization=model.quantization)
+    settings = rope_settings(config)
+    for rope in [settings] if "rope_type" in settings else settings.values():
+        if rope.get("rope_type") == "longrope":
+            longer = int(model.max_model_len) > int(rope["original_max_position_embeddings"] or 0)
+            found = {**(found or {}), "longrope_factors": "long" if longer else "short"}
+    return found
 
 
 def _overrides(model: Any) -> str:

@@ -243,6 +243,20 @@ class TestFacts:
         assert found.overrides == "[('a', 1), ('rope_theta', 5)]"
         assert "test_changes" in self.facts(install, spec, model_config__hf_overrides=lambda config: config).overrides
 
+    def test_factors_of_longrope_depend_on_the_longest_prompt(self, install: Install, spec: Any) -> None:
+        """vLLM takes one of two sets for all prompts, so engines of other lengths have other pages."""
+        rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 4096}
+
+        def found(longest: int, **layers: Any) -> Any:
+            config = SimpleNamespace(rope_parameters=layers or rope)
+            changed = {"model_config__hf_text_config": config, "model_config__max_model_len": longest}
+            return self.facts(install, spec, **changed).positions
+
+        assert found(2048) == found(4096) != found(4097) == found(131072)
+        assert found(4096, full=rope, other={"rope_type": "default"}) != found(8192, full=rope, other={})
+        plain = {"rope_type": "default", "rope_theta": 1e4}
+        assert found(4096, full=plain) == found(8192, full=plain)
+
     def test_ranks_and_stages(self, install: Install, spec: Any) -> None:
         found = self.facts(
             install,
