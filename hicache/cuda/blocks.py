@@ -135,6 +135,7 @@ class CudaBlocks:
         self._engines: weakref.WeakKeyDictionary[Any, CudaCopyEngine] = weakref.WeakKeyDictionary()
         self._buffers: dict[int, PinnedBuffer] = {}  # of each thread
         self._closed = False
+        self._endless = False  # copies of a memory that is forgotten have not ended
         self._process = os.getpid()
         self._executors = chosen(self._driver, options, pinned=options.pinned != "off")
 
@@ -194,7 +195,8 @@ class CudaBlocks:
     ) -> CudaCopy:
         """Begin to copy blocks of whole pages out, as `load` otherwise; `behind` is when they are computed.
 
-        With `layers`, a range [first, end), only those are; the others are for other calls.
+        With `layers`, a range [first, end), only those are; the others are for other calls. A copy that is `stranded`
+        may write into its slots for as long as this process lives.
         """
         engine = self._engine(memory)
         pages, parts = np.divmod(np.arange(len(blocks)), self.per_page)
@@ -245,6 +247,8 @@ class CudaBlocks:
         if os.getpid() != self._process:
             return
         with self._lock:
+            if self._closed:
+                return
             self._closed = True
             engines, buffers = dict(self._engines), list(self._buffers.values())
             self._engines.clear()
@@ -253,7 +257,7 @@ class CudaBlocks:
         for buffer in buffers:
             if buffer not in engines or engines[buffer].over:
                 buffer.close()
-        if not all(over):
+        if self._endless or not all(over):
             keep_for_good(self, "tensors of an engine, and what copies them")
             return
         try:
@@ -293,8 +297,9 @@ class CudaBlocks:
         """A memory is about to be unmapped."""
         with self._lock:
             engine = self._engines.pop(key, None)
-        over = engine is None or _ended(key, engine)
-        if over and isinstance(key, PinnedBuffer):
+        if engine is not None and not _ended(key, engine):
+            self._endless = True
+        elif isinstance(key, PinnedBuffer):
             key.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -43,12 +44,18 @@ class Service:
         self.pages.close()
 
 
+class Tensors:
+    """Of the engine."""
+
+
 class Made:
     """Blocks on a fake GPU."""
 
     def __init__(self) -> None:
         self.cuda = FakeCuda(memory=1 << 22, kernels=KERNELS)
         self.address = self.cuda.malloc(LAYERS * 2 * PLANE)
+        tensors = Tensors()
+        self.tensors = weakref.ref(tensors)
         steps = (TOKENS * HEADS * ROW, HEADS * ROW, ROW)
         self.blocks = CudaBlocks(
             [
@@ -58,6 +65,7 @@ class Made:
             tokens=TOKENS,
             head_group=HEADS,
             row_bytes=ROW,
+            keep=tensors,
             options=CudaOptions(method="plain"),
             driver=self.cuda,
         )
@@ -102,13 +110,22 @@ def test_a_device_that_fails_under_a_store_keeps_what_it_may_still_write(
     with pytest.raises(CudaError, match="cudaErrorIllegalAddress"):
         blocks.mark()
     service.unmap()
-    blocks.close()
+    for _ in range(2):
+        blocks.close()
     assert made.cuda.registered
+    assert made.tensors() is not None
     assert len(KEPT) > before
     assert "pages that copies have not left: kept until this process ends" in caplog.text
     service.pool.close()  # stays mapped while somebody has a view
     gate.open()
     made.cuda.finish()
+
+
+def test_closing_lets_go_of_the_engines_tensors(made: Made) -> None:
+    for _ in range(2):
+        made.blocks.close()
+    assert made.tensors() is None
+    assert not made.cuda.registered
 
 
 def test_copies_of_a_lost_device_fail_at_once(made: Made) -> None:
