@@ -157,35 +157,14 @@ class RankPages:
             GeometryError: a slot that does not exist, or another shape; nothing was copied.
             CacheClosed: closed.
         """
-        memories, spans = self._open(), self._spans(slots, out)
-        width = self._width(out)
-        for memory in memories:
-            rows = _words(memory.rows, width)
-            target = _words(out, width)
-            for run in memory.runs:
-                inner, outer = (
-                    _columns(run.slot_offset, run.length, width),
-                    _columns(run.page_offset, run.length, width),
-                )
-                for first, slot, count in spans:
-                    _copy(target[first : first + count, outer], rows[slot : slot + count, inner])
+        for _, shared, own in self._parts(slots, out):
+            _copy(own, shared)
 
     def scatter(self, slots: Slots, pages: Bytes) -> None:
         """Copy pages into shared memory; what another rank writes is left out. As `gather` otherwise."""
-        memories, spans = self._open(), self._spans(slots, pages)
-        width = self._width(pages)
-        for memory in memories:
-            if not memory.writes:
-                continue
-            rows = _words(memory.rows, width)
-            source = _words(pages, width)
-            for run in memory.runs:
-                inner, outer = (
-                    _columns(run.slot_offset, run.length, width),
-                    _columns(run.page_offset, run.length, width),
-                )
-                for first, slot, count in spans:
-                    _copy(rows[slot : slot + count, inner], source[first : first + count, outer])
+        for memory, shared, own in self._parts(slots, pages):
+            if memory.writes:
+                _copy(shared, own)
 
     def close(self) -> None:
         """Let go of the arenas' memory. Idempotent."""
@@ -220,6 +199,23 @@ class RankPages:
                 if low < high:
                     at = run.slot_offset + low - run.page_offset
                     yield memory, memory.rows[slot, at : at + high - low], slice(low - start, high - start)
+
+    def _parts(self, slots: Slots, pages: Bytes) -> Iterator[tuple[RankMemory, npt.NDArray[Any], npt.NDArray[Any]]]:
+        """Where parts of pages lie in shared memory, each beside its place in `pages`, as elements of one width.
+
+        Raises:
+            GeometryError: a slot that does not exist, or another shape; before the first part.
+        """
+        memories, spans = self._open(), self._spans(slots, pages)
+        width = self._width(pages)
+        own = _words(pages, width)
+        for memory in memories:
+            rows = _words(memory.rows, width)
+            for run in memory.runs:
+                inner = _columns(run.slot_offset, run.length, width)
+                outer = _columns(run.page_offset, run.length, width)
+                for first, slot, count in spans:
+                    yield memory, rows[slot : slot + count, inner], own[first : first + count, outer]
 
     def _spans(self, slots: Slots, pages: Bytes) -> list[tuple[int, int, int]]:
         """Neighbouring slots are copied at once: (first index, first slot, count)."""

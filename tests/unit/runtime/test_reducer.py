@@ -13,11 +13,26 @@ from hicache.runtime.reducer import Reducer
 from hicache.testing.choices import CountingHasher
 
 
-@pytest.mark.case("FAIL-5")
-def test_settling_ends_although_a_full_queue_turns_away_all_that_the_clean_reserve_needs():
+def flushing() -> tuple[Core, Reducer]:
+    """A core that wants all of DEVICE clean, and its reducer."""
     policy = EdgePolicy(None, on_eviction=True)
     core = Core(CoreConfig(device_pages=8, host_pages=8, reserve=1.0, device_to_host=policy))
-    reducer = Reducer(core, wait=lambda condition, timeout: None, publish=lambda events: None, flushes=True)
+    return core, Reducer(core, wait=lambda condition, timeout: None, publish=lambda events: None, flushes=True)
+
+
+def fill_half(core: Core) -> None:
+    """Commit a request of four pages."""
+    hasher = CountingHasher()
+    tree = core.tree(bytes(16), width=2, hasher=hasher)
+    lease = core.lease(tree, Prompt(b"abcdefgh", 2, hasher))
+    core.allocate(lease, 4)
+    core.commit(lease, 4, ready=True)
+    core.release(lease)
+
+
+@pytest.mark.case("FAIL-5")
+def test_settling_ends_although_a_full_queue_turns_away_all_that_the_clean_reserve_needs():
+    core, reducer = flushing()
     shed: list[int] = []
 
     def turn_away(transfer: Transfer) -> None:
@@ -26,12 +41,7 @@ def test_settling_ends_although_a_full_queue_turns_away_all_that_the_clean_reser
         reducer.post(core.complete, transfer.id, [PageResult.FAILED] * transfer.count)
 
     reducer.dispatch = turn_away
-    hasher = CountingHasher()
-    tree = core.tree(bytes(16), width=2, hasher=hasher)
-    lease = core.lease(tree, Prompt(b"abcdefgh", 2, hasher))
-    core.allocate(lease, 4)
-    core.commit(lease, 4, ready=True)
-    core.release(lease)
+    fill_half(core)
     with reducer.lock:
         reducer.flush()
     assert 1 <= len(shed) <= 2
@@ -42,17 +52,10 @@ def test_settling_ends_although_a_full_queue_turns_away_all_that_the_clean_reser
 
 def test_writes_that_only_fail_are_not_planned_again_until_somebody_asks():
     """Completions that come later bring no new plan: with storage in trouble that would never end."""
-    policy = EdgePolicy(None, on_eviction=True)
-    core = Core(CoreConfig(device_pages=8, host_pages=8, reserve=1.0, device_to_host=policy))
-    reducer = Reducer(core, wait=lambda condition, timeout: None, publish=lambda events: None, flushes=True)
+    core, reducer = flushing()
     begun: list[Transfer] = []
     reducer.dispatch = begun.append
-    hasher = CountingHasher()
-    tree = core.tree(bytes(16), width=2, hasher=hasher)
-    lease = core.lease(tree, Prompt(b"abcdefgh", 2, hasher))
-    core.allocate(lease, 4)
-    core.commit(lease, 4, ready=True)
-    core.release(lease)
+    fill_half(core)
     with reducer.lock:
         reducer.flush()
         for _ in range(10):
