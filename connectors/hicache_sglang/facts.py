@@ -21,6 +21,7 @@ __all__ = [
 _NAMES: Final = (
     *("model_path", "revision", "dtype", "quantization", "kv_cache_dtype", "attention_backend"),
     *("json_model_override_args", "speculative_draft_model_path", "enable_lora", "lora_paths"),
+    *("quantization_param_path", "torchao_config", "modelopt_quant", "rl_quant_profile", "load_format"),
     "hicache_storage_backend_extra_config",
 )
 _ACCESSORS: Final = (

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -26,6 +28,7 @@ _FP8: Final = {
     "fp8_e5m2": "float8_e5m2",
     "float8_e5m2": "float8_e5m2",
 }
+_RECAST: Final = ("quantization", "torchao_config", "modelopt_quant", "rl_quant_profile")
 _PLAIN: Final = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 
 
@@ -94,7 +97,7 @@ def identify(
         page_size=shape.page_size,
         hash="sha256",
         rope=_overrides(facts),
-        scales=scales_digest(settings),
+        scales=_scales(settings, facts),
         numerics=numerics,
     )
     return Identity(namespace, plan, head_group, (*warnings, *plan.warnings))
@@ -163,10 +166,26 @@ def _model(config: Any, settings: Settings, facts: Mapping[str, Any]) -> tuple[s
 
 
 def _overrides(facts: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What no revision tells: changes of the model's configuration, such as rope scaling, and what adapters hold."""
+    """What no revision tells: changes of the model's configuration and weights while it is loaded, and its adapters."""
     given, adapters = facts.get("json_model_override_args"), adapters_digest(facts.get("lora_paths"))
     found = {"json_model_override_args": str(given)} if given and str(given).strip() != "{}" else {}
+    found |= {name: str(facts[name]) for name in _RECAST if facts.get(name)}
+    found |= {"load_format": "dummy"} if facts.get("load_format") == "dummy" else {}  # weights that are made up
     return found | ({"adapters": adapters} if adapters else {}) or None
+
+
+def _scales(settings: Settings, facts: Mapping[str, Any]) -> bytes | None:
+    """Digest of static scales: the user's, or of the file that SGLang reads them from."""
+    path = facts.get("quantization_param_path")
+    if settings.scales is not None or not path:
+        return scales_digest(settings)
+    try:
+        return sha256(Path(str(path)).read_bytes()).digest()
+    except OSError as error:
+        raise ConfigError(
+            f"the KV scales of --quantization-param-path cannot be read ({error}): give their digest by "
+            '"scales" in the extra config'
+        ) from error
 
 
 def _numerics(shape: PoolShape, dtype: str, facts: Mapping[str, Any]) -> str:

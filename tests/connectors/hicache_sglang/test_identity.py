@@ -45,6 +45,7 @@ BASE: dict[str, Any] = {"extra": {"revision": "1"}}
         ({}, {"arguments": SimpleNamespace(quantization="fp8")}),
         ({}, {"arguments": SimpleNamespace(json_model_override_args='{"rope_scaling": {"factor": 4}}')}),
         ({"heads": 2}, {"tp_size": 2}),
+        ({}, {"arguments": SimpleNamespace(load_format="dummy")}),
     ],
     ids=lambda value: str(value)[:50],
 )
@@ -79,6 +80,31 @@ def test_two_kinds_of_fp8_are_never_the_same(plugin: Plugin, pools: Any, caplog:
     unknown = plugin(pools.mha(dtype=torch.uint8), **BASE)
     assert unknown.batch_set_v1(KEYS, SLOTS) == [False]
     assert '"kv_dtype": "fp8_e4m3"' in caplog.text
+
+
+@pytest.mark.parametrize("name", ["quantization", "torchao_config", "modelopt_quant", "rl_quant_profile"])
+def test_weights_that_are_recast_when_loaded_are_other_weights(name: str, plugin: Plugin, pools: Any) -> None:
+    """Whatever the user says of numerics."""
+    said = {"extra": {"revision": "1", "numerics": "agreed"}}
+    one = plugin(pools.mha(), **said)
+    assert digest(plugin(pools.mha(), arguments=SimpleNamespace(**{name: "x"}), **said)) != digest(one)
+    assert digest(plugin(pools.mha(), arguments=SimpleNamespace(**{name: ""}), **said)) == digest(one)
+
+
+def test_scales_are_told_apart_by_their_file(plugin: Plugin, pools: Any, tmp_path: Any, caplog: Any) -> None:
+    """FP8 caches of one kind with other static scales hold other bytes; a digest of the user's own counts first."""
+    path = tmp_path / "scales.json"
+    arguments = SimpleNamespace(quantization_param_path=str(path))
+    found = [digest(plugin(pools.mha(), **BASE))]
+    for text in ("1", "2"):
+        path.write_text(text)
+        found.append(digest(plugin(pools.mha(), arguments=arguments, **BASE)))
+    own = {"extra": {"revision": "1", "scales": sha256(b"1").hexdigest()}}
+    assert digest(plugin(pools.mha(), arguments=arguments, **own)) == found[1]
+    assert len(set(found)) == 3
+    path.unlink()
+    assert plugin(pools.mha(), arguments=arguments, **BASE).batch_set_v1(KEYS, SLOTS) == [False]
+    assert 'give their digest by "scales"' in caplog.text
 
 
 def test_model_and_revision_come_from_the_engine(plugin: Plugin, pools: Any, tmp_path: Any) -> None:
