@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from types import TracebackType
-from typing import Any, Final
+from typing import Any
 
 from hicache.core.identity import Adapter
 from hicache.errors import ConfigError
@@ -19,19 +19,17 @@ from hicache_transformers.convert import PageShape
 from hicache_transformers.counters import Counters, Statistics
 from hicache_transformers.identity import identify
 from hicache_transformers.model import describe_model, plain_model
-from hicache_transformers.pages import ConnectedPages, EmbeddedPages, Separation
+from hicache_transformers.opening import open_connected, open_embedded
 from hicache_transformers.prefix import Engine, PagesLost, Prefix, begin
 from hicache_transformers.rows import Bypass, read_rows
-from hicache_transformers.tiers import open_tier
+from hicache_transformers.sources import PageSource, Separation
+from hicache_transformers.storing import takes_prompts_as_given
 from hicache_transformers.versions import outside_the_range
 from hicache_transformers.watch import ModelWatch
 
 __all__ = ["PrefixCache"]
 
 _log = logging.getLogger("hicache.transformers")
-
-_DEVICE: Final = "256MiB"
-_HOST: Final = "1GiB"
 
 
 class PrefixCache:
@@ -46,7 +44,8 @@ class PrefixCache:
         host: size of the tier in main memory, such as "8GiB"; by default 1 GiB.
         device: size of the tier that calls read from and write to: in the GPU's memory where all of the model is on
             one, else in main memory too; by default 256 MiB. One prompt is reused up to this size.
-        address: of a service (`hicache serve`) that keeps the pages instead; then the three above are its business.
+        address: of a service (`hicache serve`) that keeps the pages instead; then `storage` and `host` are its
+            business, and `device` is memory on the model's GPU through which pages pass.
         page_size: tokens a page, the unit of reuse: up to so many tokens behind the last whole page are computed
             again.
         name: name under which pages are shared; by default where the model was loaded from.
@@ -157,7 +156,7 @@ class PrefixCache:
         whose = Separation(adapter, tenant or self._tenant, salt)
         # What has been streamed cannot be taken back, so pages are waited for there.
         layered = arguments.get("streamer") is None
-        prefix = self._begin(ids, generation_config, arguments, whose, further=further, layered=layered)
+        prefix = self._begin(ids, generation_config, arguments, whose, further=further, layered=layered, early=True)
         if prefix is None:
             return generate(*placed, **arguments)
         try:
@@ -200,8 +199,7 @@ class PrefixCache:
 
     def flush(self) -> None:
         """Wait until lower tiers have what they should have."""
-        if isinstance(self._source, EmbeddedPages):
-            self._source.cache.flush()
+        self._source.flush()
 
     def clear(self, *, adapter: Adapter | None = None, tenant: str | None = None, salt: str | None = None) -> None:
         """Forget all pages of this model, of one adapter, tenant and salt.
@@ -209,10 +207,7 @@ class PrefixCache:
         Raises:
             HicacheError: storage or the service did not confirm; call it again.
         """
-        if isinstance(self._source, EmbeddedPages):
-            self._source.cache.clear(adapter=adapter, tenant=tenant or self._tenant, salt=salt)
-        else:
-            self._source.cache.clear(adapter=adapter, salt=salt)
+        self._source.clear(Separation(adapter, tenant or self._tenant, salt))
 
     def close(self) -> None:
         """Bring to storage what should be there, and let go of everything. Idempotent; calls go on without a cache."""
@@ -240,6 +235,7 @@ class PrefixCache:
         *,
         further: tuple[Any, ...] = (),
         layered: bool = False,
+        early: bool = False,
     ) -> Prefix | None:
         """The prompts of a call; None where it goes past the cache. Raises nothing for the cache's sake."""
         self._counters.add(calls=1)
@@ -256,7 +252,9 @@ class PrefixCache:
             if not self._shape.takes_positions and any(row.padding for row in rows):
                 raise Bypass("padding", "the model counts positions with padding: give it prompts of one length")
             times = repeats(model, config, arguments)
-            return begin(self._engine, rows, whose, repeats=times, deadline=self._deadline, layered=layered)
+            early = early and takes_prompts_as_given(model)
+            deadline = self._deadline
+            return begin(self._engine, rows, whose, repeats=times, deadline=deadline, layered=layered, early=early)
         except Bypass as bypass:
             self._counters.bypass(bypass.reason, str(bypass))
         except Exception as error:
@@ -279,29 +277,23 @@ class PrefixCache:
             self._counters.failed("storing pages", error)
             prefix.close()
 
-    def _open(
-        self, storage: Any, host: Any, device: Any, address: str | None, options: dict[str, Any]
-    ) -> EmbeddedPages | ConnectedPages:
-        if address is None:
-            options = {"host": _HOST if host is None else host, "storage": storage, **options}
-            tier, why = open_tier(self.namespace, self._pages, self._shape, size=device or _DEVICE)
-            self.warnings += [] if why is None else [why]
-            pages = EmbeddedPages(self.namespace, self._pages, tier, options=options)
-            self._warn_if_small(pages)
-            return pages
-        for what, value in (("storage", storage), ("host", host), ("device", device), ("tenant", self._tenant)):
-            if value is not None:
-                raise ConfigError(f"{what}= is the service's business where address= is given: leave it out")
-        return ConnectedPages(address, self.namespace, self._pages, self._shape, options=options)
-
-    def _warn_if_small(self, pages: EmbeddedPages) -> None:
+    def _open(self, storage: Any, host: Any, device: Any, address: str | None, options: dict[str, Any]) -> PageSource:
         most = getattr(self._model.config, "max_position_embeddings", None)
-        held = pages.capacity * self._pages.tokens
-        if most is not None and held < int(most):
-            self._warn(
-                f"the device tier holds {held} tokens, the model takes {most}: of longer prompts only the beginning is "
-                "reused; give device= more"
+        settings: dict[str, Any] = {"device": device, "longest": None if most is None else int(most)}
+        if address is None:
+            options = {"storage": storage} | ({} if host is None else {"host": host}) | options
+            source, found = open_embedded(self.namespace, self._pages, self._shape, **settings, options=options)
+        else:
+            for what, value in (("storage", storage), ("host", host), ("tenant", self._tenant)):
+                if value is not None:
+                    raise ConfigError(f"{what}= is the service's business where address= is given: leave it out")
+            settings["counters"] = self._counters
+            source, found = open_connected(
+                address, self.namespace, self._pages, self._shape, **settings, options=options
             )
+        for warning in found:
+            self._warn(warning)
+        return source
 
     def _warn(self, text: str) -> None:
         self.warnings.append(text)

@@ -2,79 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 import hicache
-from hicache.core.identity import Adapter, Namespace
-from hicache.runtime.layered import LayeredLoad
+from hicache.core.identity import Namespace
 from hicache_transformers.convert import Bytes, PageShape, Span
+from hicache_transformers.layered import LayeredEmbeddedRequest, LayeredTier
 from hicache_transformers.model import ModelShape
+from hicache_transformers.sources import PageRequest, Separation, Tokens, allocated
 from hicache_transformers.tiers import Computed, DeviceTier, PageSpan
 
-__all__ = ["ConnectedPages", "EmbeddedPages", "PageRequest", "PageSource", "Separation"]
-
-Tokens: TypeAlias = npt.NDArray[np.uint32]
-
-
-@dataclass(frozen=True, slots=True)
-class Separation:
-    """What separates a call's pages from others' besides their tokens."""
-
-    adapter: Adapter | None = None
-    tenant: str | None = None
-    salt: str | None = None
-
-
-class PageRequest(Protocol):
-    """One prompt. For one thread at a time."""
-
-    @property
-    def usable(self) -> int:
-        """Leading pages that came from the cache; 0 before `load`."""
-        ...
-
-    def load(self, *, layered: bool = False) -> None:
-        """Wait until its pages are here, at most until the deadline.
-
-        With `layered`, and where the source can, copies to the GPU are not waited for: spans wait for each layer when
-        it is put together.
-        """
-        ...
-
-    def pages(self) -> Any:
-        """These pages, for a span of the source: a sequence, to be read only; valid until `close`."""
-        ...
-
-    def store(self, more: Tokens, computed: Computed) -> tuple[int, int]:
-        """Publish the pages that were computed: of the prompt, and of `more` behind it.
-
-        Returns:
-            How many were handed over, and for how many, at the end, there was no room.
-
-        Raises:
-            HicacheError: it could not be done.
-        """
-        ...
-
-    def close(self, *, aborted: bool = False) -> None:
-        """Let go of the pages. Idempotent."""
-        ...
-
-
-class PageSource(Protocol):
-    """A cache. Thread-safe."""
-
-    def begin(self, tokens: Tokens, whose: Separation, *, deadline: float | None) -> PageRequest:
-        """Look a prompt up, and begin to fetch its pages. The deadline, in seconds, runs from now on."""
-        ...
-
-    def span(self, *, batch: int, tokens: int) -> PageSpan:
-        """A span of zeros, for its requests' pages."""
-        ...
+__all__ = ["ConnectedPages", "EmbeddedPages"]
 
 
 class EmbeddedPages:
@@ -109,11 +50,21 @@ class EmbeddedPages:
         request = self.cache.request(
             tokens, deadline=deadline, adapter=whose.adapter, tenant=whose.tenant, salt=whose.salt
         )
+        if isinstance(self._tier, LayeredTier):
+            return LayeredEmbeddedRequest(request, self._tier, self._shape)
         return _EmbeddedRequest(request, self._tier, self._shape)
 
     def span(self, *, batch: int, tokens: int) -> PageSpan:
         """See `PageSource`."""
         return self._tier.span(batch=batch, tokens=tokens)
+
+    def flush(self) -> None:
+        """Wait until lower tiers have what they should have."""
+        self.cache.flush()
+
+    def clear(self, whose: Separation) -> None:
+        """See `PageSource`."""
+        self.cache.clear(adapter=whose.adapter, tenant=whose.tenant, salt=whose.salt)
 
     def close(self) -> None:
         """Drain and close. Idempotent."""
@@ -151,50 +102,48 @@ class ConnectedPages:
         """See `PageSource`."""
         return Span(self._shape, batch=batch, tokens=tokens, dtype=self._model.dtype, devices=self._model.devices)
 
+    def flush(self) -> None:
+        """Nothing is under way here."""
+
+    def clear(self, whose: Separation) -> None:
+        """See `PageSource`. The tenant is the service's business."""
+        self.cache.clear(adapter=whose.adapter, salt=whose.salt)
+
     def close(self) -> None:
         """Say goodbye. Idempotent."""
         self.cache.close()
 
 
-def _allocated(request: hicache.Request | hicache.ConnectedRequest, wanted: int) -> npt.NDArray[np.int64]:
-    """Slots for so many pages, or for as many as there is room: the beginning is what others can use."""
-    try:
-        return request.allocate(wanted)
-    except hicache.OutOfSlots as full:
-        return request.allocate(min(wanted, full.free + full.evictable))
-
-
 class _EmbeddedRequest:
+    """A prompt whose pages are in main memory."""
+
     def __init__(self, request: hicache.Request, tier: DeviceTier, shape: PageShape) -> None:
         self._request = request
         self._tier = tier
         self._shape = shape
         self._slots: npt.NDArray[np.int64] = np.empty(0, np.int64)
-        self._under_way: LayeredLoad | None = None
 
     def load(self, *, layered: bool = False) -> None:
-        if layered and self._tier.layered:
-            self._under_way = self._request.load_by_layer()
-            self._slots = self._under_way.slots
-        else:
-            self._slots = self._request.load()
+        del layered
+        self._slots = self._request.load()
 
     @property
     def usable(self) -> int:
         return len(self._slots)
 
     def pages(self) -> Any:
-        return self._tier.pages(self._slots, self._under_way)
+        return self._tier.pages(self._slots)
+
+    def arrived(self) -> None:
+        return
 
     def store(self, more: Tokens, computed: Computed) -> tuple[int, int]:
         request = self._request
-        if self._under_way is not None:  # what was withdrawn meanwhile is stored again: the model has it
-            self._slots = self._under_way.finish()
         request.extend(more)
         wanted = request.tokens // self._shape.tokens - self.usable
         if wanted <= 0 or request.bypassed:
             return 0, 0
-        slots = _allocated(request, wanted)
+        slots = allocated(request, wanted)
         if len(slots):
             ready = self._tier.write(slots, computed, first=self.usable)
             request.commit(upto=(self.usable + len(slots)) * self._shape.tokens, ready=ready)
@@ -221,6 +170,9 @@ class _ConnectedRequest:
     def usable(self) -> int:
         return self._usable
 
+    def arrived(self) -> None:
+        return
+
     def pages(self) -> list[Bytes]:
         return [self._shape.of_canonical(page) for page in self._read[: self._usable]]
 
@@ -231,7 +183,7 @@ class _ConnectedRequest:
         wanted = request.tokens // self._shape.tokens - self._usable
         if wanted <= 0 or request.bypassed or request.lost is not None:
             return 0, 0
-        count = len(_allocated(request, wanted))
+        count = len(allocated(request, wanted))
         fresh = np.empty((count, self._shape.page_bytes), np.uint8)
         computed.fill(self._shape, [self._shape.of_canonical(page) for page in fresh], first=self._usable)
         written = request.write_from(fresh) if count else 0

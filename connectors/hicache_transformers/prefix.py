@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -12,12 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from hicache_transformers.convert import PageShape
-from hicache_transformers.counters import Counters
-from hicache_transformers.model import ModelShape, layers_of, new_state
-from hicache_transformers.pages import PageRequest, PageSource, Separation
-from hicache_transformers.pending import put_pending
+from hicache_transformers.batch import Batch, Engine
+from hicache_transformers.model import layers_of, new_state
+from hicache_transformers.pending import put_pending, watch_layer
 from hicache_transformers.rows import Row, columns_to_fill, generated_tokens
+from hicache_transformers.sources import PageRequest, Separation
+from hicache_transformers.storing import LayeredRequest, LayerStores, is_compiled
 from hicache_transformers.tiers import Computed, LayeredSpan, PageSpan
 
 __all__ = ["Engine", "PagesLost", "Prefix", "begin"]
@@ -25,55 +24,6 @@ __all__ = ["Engine", "PagesLost", "Prefix", "begin"]
 
 class PagesLost(Exception):  # noqa: N818  no error of the caller's: the call is generated without the cache
     """A layer that the model has asked for did not come."""
-
-
-@dataclass(frozen=True, slots=True)
-class Engine:
-    """What all calls share.
-
-    Attributes:
-        model: the transformers model.
-        shape: what its own cache holds.
-        pages: sizes of a page of it.
-        source: where pages are kept.
-        counters: told of everything.
-    """
-
-    model: Any
-    shape: ModelShape
-    pages: PageShape
-    source: PageSource
-    counters: Counters
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """The prompts of one call, one request to the cache each.
-
-    Attributes:
-        engine: of the call.
-        rows: the prompts.
-        requests: of each.
-        repeats: rows of the model's cache for each prompt.
-    """
-
-    engine: Engine
-    rows: Sequence[Row]
-    requests: Sequence[PageRequest]
-    repeats: int
-
-    @property
-    def columns(self) -> int:
-        """Columns of the prompts, padding included."""
-        return self.rows[0].padding + len(self.rows[0].tokens)
-
-    def close(self, *, aborted: bool) -> None:
-        """End the requests. Never raises."""
-        for request in self.requests:
-            try:
-                request.close(aborted=aborted)
-            except Exception as error:
-                self.engine.counters.failed("ending a request", error)
 
 
 class Prefix:
@@ -103,18 +53,20 @@ class Prefix:
         batch, self._batch = self._batch, None
         if batch is None:
             return
-        layers = _computed(batch, self.past_key_values)
-        for at, row in enumerate(batch.rows if layers else ()):
-            try:
-                sequence = None if sequences is None else sequences[at * batch.repeats]
-                following = _following(batch, row, sequence, layers, pad_token)
-                if following is None:
-                    batch.engine.counters.bypass("state", "what came back is not what was asked: it is not stored")
-                    continue
-                _store(batch, at, layers, following)
-            except Exception as error:
-                batch.engine.counters.failed("storing pages", error)
-        batch.close(aborted=False)
+        try:
+            layers = _computed(batch, self.past_key_values)
+            for at, row in enumerate(batch.rows if layers else ()):
+                try:
+                    sequence = None if sequences is None else sequences[at * batch.repeats]
+                    following = _following(batch, row, sequence, layers, pad_token)
+                    if following is None:
+                        batch.engine.counters.bypass("state", "what came back is not what was asked: it is not stored")
+                        continue
+                    _store(batch, at, layers, following)
+                except Exception as error:
+                    batch.engine.counters.failed("storing pages", error)
+        finally:  # also where somebody breaks it off
+            batch.close(aborted=False)
 
     def close(self, *, aborted: bool = False) -> None:
         """Let go of everything; what was not committed is not stored. Idempotent.
@@ -145,6 +97,7 @@ def begin(
     repeats: int = 1,
     deadline: float | None = None,
     layered: bool = False,
+    early: bool = False,
 ) -> Prefix:
     """Look the prompts of a call up and put what there is into a new cache for the model.
 
@@ -155,10 +108,13 @@ def begin(
         repeats: rows that the model's cache shall have for each prompt.
         deadline: seconds for all prompts' pages to come.
         layered: whether layers may be put together when the model wants them, which may raise then.
+        early: whether what the model computes of the prompts is theirs for sure, so that it is stored at once.
 
     Raises:
         HicacheError: the cache failed; nothing is held then.
     """
+    if is_compiled(engine.model):  # what is traced may neither wait for a layer nor tell of it
+        layered = early = False
     requests: list[PageRequest] = []
     batch = Batch(engine, rows, requests, repeats)
     try:
@@ -169,13 +125,16 @@ def begin(
         hits = [request.usable * engine.pages.tokens for request in requests]
         fill = columns_to_fill(rows, hits, batch.columns)
         state = _state(batch, fill, layered=layered)
+        if early:
+            _watch(batch, state)
     except BaseException:
         with suppress(Exception):
             batch.close(aborted=True)
         raise
     cached = [max(0, min(row.padding + hit, fill) - row.padding) for row, hit in zip(rows, hits, strict=True)]
     prompt_tokens = sum(len(row.tokens) for row in rows)
-    engine.counters.add(prompts=len(rows), prompt_tokens=prompt_tokens, reused_tokens=sum(cached))
+    batch.reused = sum(cached)
+    engine.counters.add(prompts=len(rows), prompt_tokens=prompt_tokens, reused_tokens=batch.reused)
     return Prefix(state, cached, batch=batch)
 
 
@@ -196,6 +155,8 @@ def _state(batch: Batch, fill: int, *, layered: bool) -> Any:
         _put(engine, state, span)
         if batch.repeats > 1:
             state.batch_repeat_interleave(batch.repeats)
+    if not layered:
+        batch.arrived()
     return state
 
 
@@ -220,12 +181,20 @@ def _put(engine: Engine, state: Any, span: PageSpan) -> None:
 
 def _put_pending(batch: Batch, state: Any, span: LayeredSpan) -> None:
     shape, repeats = batch.engine.shape, batch.repeats
+    left = set(range(shape.layers))
 
     def fill(layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if batch.ended:
+            raise PagesLost
         try:
             keys, values = span.layer(layer)
+            left.discard(layer)
+            if not left:
+                batch.arrived()
         except Exception as error:
             batch.engine.counters.failed("loading pages", error)
+            batch.engine.counters.add(reused_tokens=-batch.reused)
+            batch.reused, batch.ended = 0, True
             raise PagesLost from error
         return (
             (keys, values)
@@ -237,16 +206,31 @@ def _put_pending(batch: Batch, state: Any, span: LayeredSpan) -> None:
         put_pending(state, layer, partial(fill, layer), tokens=span.tokens, dtype=shape.dtype, device=device)
 
 
+def _watch(batch: Batch, state: Any) -> None:
+    """Let the prompts be stored layer by layer, where the cache can."""
+    requests = [request for request in batch.requests if isinstance(request, LayeredRequest)]
+    if len(requests) < len(batch.requests):
+        return
+    engine = batch.engine
+    stores = LayerStores(batch.rows, requests, repeats=batch.repeats, shape=engine.shape, counters=engine.counters)
+    for layer in range(engine.shape.layers):
+        watch_layer(state, layer, partial(stores.came, layer))
+
+
 def _computed(batch: Batch, state: Any) -> list[tuple[Any, Any]]:
     """Each layer's keys and values if they are those of the whole prompts; beams, for one, make other rows of them."""
     shape = batch.engine.shape
+    if state.get_seq_length() < batch.columns:
+        return []  # the prompts were not run to their end; what came from the cache need not be put together for that
     layers = layers_of(state)
-    if not layers or int(layers[0][0].shape[2]) < batch.columns:
-        return []  # the prompts were not run to their end
+    if not layers:
+        return []
     tokens = int(layers[0][0].shape[2])
     wanted = (len(batch.rows) * batch.repeats, shape.kv_heads, tokens, shape.head_dim)
     if len(layers) == shape.layers and all(
-        tuple(tensor.shape) == wanted and tensor.dtype == shape.dtype for pair in layers for tensor in pair
+        tuple(tensor.shape) == wanted and tensor.dtype == shape.dtype and tensor.device == device
+        for pair, device in zip(layers, shape.devices, strict=True)
+        for tensor in pair
     ):
         return layers
     batch.engine.counters.bypass("state", "the model's cache came back in another shape: nothing of it is stored")

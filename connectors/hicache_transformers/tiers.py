@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -14,14 +13,15 @@ import torch
 import hicache
 from hicache.core.identity import Namespace
 from hicache.errors import ConfigError
-from hicache.runtime.layered import LayeredLoad
 from hicache.runtime.options import pool_pages
 from hicache_transformers.convert import Bytes, PageShape, Span
 from hicache_transformers.model import ModelShape
 
-__all__ = ["Computed", "DeviceTier", "LayeredSpan", "MainMemory", "PageSpan", "open_tier"]
+__all__ = ["Computed", "DeviceTier", "LayeredSpan", "MainMemory", "PageSpan", "open_tier", "open_window"]
 
-_LOG = logging.getLogger("hicache.transformers")
+if TYPE_CHECKING:
+    from hicache.cuda.driver import CudaDriver
+    from hicache_transformers.window import GpuWindow
 
 
 class PageSpan(Protocol):
@@ -83,18 +83,15 @@ class DeviceTier(Protocol):
 
     Attributes:
         pool: of the cache.
-        layered: whether readers of its pages wait for each layer of copies that still bring them.
     """
-
-    layered: bool
 
     @property
     def pool(self) -> hicache.DevicePool:
         """See the class."""
         ...
 
-    def pages(self, slots: npt.NDArray[np.int64], under_way: LayeredLoad | None = None) -> Any:
-        """Slots as its spans take them, with a length; and what still brings them, where it is `layered`."""
+    def pages(self, slots: npt.NDArray[np.int64]) -> Any:
+        """Slots as its spans take them, with a length."""
         ...
 
     def span(self, *, batch: int, tokens: int) -> PageSpan:
@@ -127,8 +124,6 @@ class MainMemory:
         pool: over its memory.
     """
 
-    layered = False
-
     def __init__(self, namespace: Namespace, shape: PageShape, model: ModelShape, *, size: str | int) -> None:
         self._shape = shape
         self._model = model
@@ -138,9 +133,8 @@ class MainMemory:
             self._memory, namespace.geometry, page_size=namespace.page_size, layout="page_first"
         )
 
-    def pages(self, slots: npt.NDArray[np.int64], under_way: LayeredLoad | None = None) -> Sequence[Bytes]:
+    def pages(self, slots: npt.NDArray[np.int64]) -> Sequence[Bytes]:
         """See `DeviceTier`."""
-        del under_way
         return [self._shape.of_slot(self._memory[slot]) for slot in slots.tolist()]
 
     def span(self, *, batch: int, tokens: int) -> PageSpan:
@@ -168,20 +162,41 @@ def open_tier(
     Raises:
         ConfigError: a size that is none, or more than the GPU has free.
     """
+    driver, why = _driver_of(model, "the device tier is in main memory, and pages go to the model through it")
+    if driver is None or model.on_gpu is None:
+        return MainMemory(namespace, shape, model, size=size), why
+    from hicache_transformers.gpu import GpuMemory
+
+    return GpuMemory(namespace, shape, device=model.on_gpu, dtype=model.dtype, size=size, driver=driver), None
+
+
+def open_window(shape: PageShape, model: ModelShape, *, size: str | int) -> tuple[GpuWindow | None, str | None]:
+    """Memory on a model's GPU through which the pages of a service pass; None where its layers are not on one.
+
+    Returns:
+        The window; and why there is none though the model is not in main memory, if so.
+
+    Raises:
+        ConfigError: a size that is none, or more than the GPU has free.
+    """
+    driver, why = _driver_of(model, "pages go to the model through main memory, and calls wait for their copies")
+    if driver is None or model.on_gpu is None:
+        return None, why
+    from hicache_transformers.window import GpuWindow
+
+    return GpuWindow(shape, device=model.on_gpu, dtype=model.dtype, size=size, driver=driver), None
+
+
+def _driver_of(model: ModelShape, else_: str) -> tuple[CudaDriver | None, str | None]:
+    """The GPU that has all of a model; or why hicache cannot use it, and what happens then."""
     why = None
     if model.on_gpu is not None:
         from hicache.cuda.pool import open_device
-        from hicache_transformers.gpu import GpuMemory
 
         try:
-            driver = open_device(model.on_gpu.index)
+            return open_device(model.on_gpu.index), None
         except ConfigError as error:
             why = str(error)
-        else:
-            return GpuMemory(namespace, shape, device=model.on_gpu, dtype=model.dtype, size=size, driver=driver), None
     elif places := sorted({str(device) for device in model.devices if device.type != "cpu"}):
         why = f"the model's layers are on {', '.join(places)}, and hicache[cuda] takes one NVIDIA GPU for all of them"
-    if why is not None:
-        why = f"the device tier is in main memory, and pages go to the model through it: {why}"
-        _LOG.warning("hicache: %s", why)
-    return MainMemory(namespace, shape, model, size=size), why
+    return None, None if why is None else f"{else_}: {why}"

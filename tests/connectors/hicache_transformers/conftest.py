@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,8 @@ import pytest
 import torch
 
 from hicache_transformers.cache import PrefixCache
+
+sys.path.insert(0, str(Path(__file__).parent))  # the stand-ins beside this file
 
 PAGE = 4
 VOCABULARY = 97
@@ -180,6 +183,7 @@ def transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     """In place of the package."""
     module: Any = ModuleType("transformers")
     module.DynamicCache = DynamicCache
+    module.GenerationMixin = TinyModel
     monkeypatch.setitem(sys.modules, "transformers", module)
 
 
