@@ -19,7 +19,8 @@ from hicache.memory.writer import READY
 from hicache.records import Match, PageResult, Tier
 from hicache.runtime.attaching import under_way
 from hicache.testing.cachelife import NAMESPACE, Engine, Written
-from hicache.testing.driverframe import DEEPEST, SCOPES, TICK, DriverFrame, whole_pages
+from hicache.testing.driverframe import DEEPEST, SCOPES, TICK, whole_pages
+from hicache.testing.layersteps import LayerSteps
 from hicache.testing.truth import Violation, require
 
 __all__ = ["CacheDriver"]
@@ -31,14 +32,16 @@ _NO_DIGEST = Adapter("lora")
 _PARTIAL = b"\x77"
 
 
-class CacheDriver(DriverFrame):
+class CacheDriver(LayerSteps):
     """A cache under random use, life after life on one storage. Arguments and attributes are those of its frame."""
 
     # ---- requests
 
     def _request(self) -> None:
+        self._request_for(*self._prompt())
+
+    def _request_for(self, which: int, tokens: list[int]) -> None:
         life = self._life
-        which, tokens = self._prompt()
         logits = not self._one_in(3)
         extra: dict[str, Any] = dict(SCOPES[which])
         if self._one_in(40):
@@ -74,6 +77,26 @@ class CacheDriver(DriverFrame):
         if len(life.engines) > self._choices.integer(2, 6):
             self._close()  # else everything is pinned and nothing happens
 
+    def _come_back(self) -> None:
+        """A prompt that DEVICE has lost and HOST has not is asked for again, and loaded by layer."""
+        life = self._life
+        with life.parts.reducer.lock:
+            life.core.evict(Tier.DEVICE, self._choices.integer(1, 24))
+            life.parts.reducer.settle()
+        below = [
+            (which, tokens)
+            for which, tokens in self._prompts
+            if life.told(self._derived[which], whole_pages(tokens), max(len(tokens) - 1, 0) // _P).host
+        ]
+        if not below:
+            return
+        known = list(life.engines)
+        self._request_for(*self._pick(below))
+        for engine in life.engines:
+            if engine not in known and not engine.busy:
+                self._load_by_layer_for(engine)
+                break
+
     def _load(self) -> None:
         engine = self._engine()
         if engine is not None:
@@ -82,9 +105,7 @@ class CacheDriver(DriverFrame):
     def _load_for(self, engine: Engine) -> None:
         life, request, lease = self._life, engine.request, engine.lease
         fresh = lease.start is None
-        deadline = request._deadline
-        end = life.clock.now() + life.parts.options.longest_wait
-        self._until = end if deadline is None else min(end, request._started + deadline)
+        self._until = self._end_of_load(engine)
         engine.busy = True
         try:
             slots = request.load()
@@ -204,12 +225,13 @@ class CacheDriver(DriverFrame):
         engine.tokens = tokens
 
     def _close(self) -> None:
-        engine = self._engine()
+        engine = self._engine(reading=True)
         if engine is not None:
             self._end(engine)
 
     def _end(self, engine: Engine) -> None:
         self._life.engines.remove(engine)  # its writes may still be under way
+        self._stop_reading(engine)
         aborted = self._one_in(4)
         counts = engine.request.close(aborted=aborted)
         require(counts.aborted == aborted, "aborted, and not counted so")
@@ -218,10 +240,11 @@ class CacheDriver(DriverFrame):
 
     def _drop(self) -> None:
         """An engine forgets to close: the request is collected."""
-        engine = self._engine()
+        engine = self._engine(reading=True)
         if engine is None:
             return
         self._life.engines.remove(engine)
+        self._stop_reading(engine)
         del engine.request
         self._life.dropped.append(engine)
         self._note("dropped")
@@ -357,6 +380,7 @@ class CacheDriver(DriverFrame):
         engines = list(life.engines)
         for engine in engines:
             self._life.engines.remove(engine)
+            self._stop_reading(engine)
         deadline = self._pick((0.0, 4 * TICK, 8.0))
         self._until = life.clock.now() + deadline
         report = life.cache.close(deadline)

@@ -164,7 +164,8 @@ class Engine:
         own: private and committed slots, behind the first `len(loaded)` pages.
         committed: pages committed, from the root.
         expected: what the slots it holds must contain.
-        busy: it is inside a verb that waits.
+        busy: it is inside a verb that waits, or reads a load by layer.
+        reading: that load; see `layersteps`.
     """
 
     request: Request
@@ -178,6 +179,7 @@ class Engine:
     committed: int = 0
     expected: dict[int, bytes] = field(default_factory=dict)
     busy: bool = False
+    reading: object = None
 
     @property
     def digest(self) -> bytes:

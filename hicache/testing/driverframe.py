@@ -124,8 +124,9 @@ class DriverFrame:
         scope = self._life.parts.scopes.known(None, fields.get("tenant"), fields.get("salt"))
         return scope is not None and scope.tree is not None
 
-    def _engine(self) -> Engine | None:
-        free = [engine for engine in self._life.engines if not engine.busy]
+    def _engine(self, *, reading: bool = False) -> Engine | None:
+        """One that is not busy; or, if asked for, one that reads a load by layer."""
+        free = [one for one in self._life.engines if not one.busy or (reading and one.reading is not None)]
         return self._pick(free) if free else None
 
     # ---- steps
@@ -134,6 +135,9 @@ class DriverFrame:
         ("request", 20),
         ("prefill", 16),
         ("load", 10),
+        ("load_by_layer", 4),
+        ("come_back", 8),
+        ("read_layers", 12),
         ("allocate", 10),
         ("commit", 12),
         ("write", 3),

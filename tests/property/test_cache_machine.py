@@ -35,9 +35,10 @@ OFTEN = ("loaded", "matched something", "objects found right")
 WHAT_THE_DRIVER_DOES = {
     "attached", "breaker opened", "bypassed", "clear", "clear not confirmed", "closed abruptly", "collision planted",
     "collision read", "commit refused", "committed behind an event", "copy answered wrongly", "copy failed",
-    "detach refused", "detached", "dropped", "ended in order", "event failed", "event passed", "fault in clear",
-    "fault in contains", "fault in generation", "fault in get_into", "fault in put", "flush False", "flush True",
-    "late job of a former life", "loaded", "loaded from below", "loaded from storage", "loaded less than matched",
+    "detach refused", "detached", "dropped", "ended in order", "ended while layers came", "event failed",
+    "event passed", "fault in clear", "fault in contains", "fault in generation", "fault in get_into", "fault in put",
+    "flush False", "flush True", "late job of a former life", "less came by layer than was told", "loaded",
+    "loaded by layer", "loaded from below", "loaded from storage", "loaded less than matched",
     "matched nothing", "matched something", "meanwhile", "object damaged", "object lost", "objects found right",
     "out of slots", "read", "waited",
 }  # fmt: skip
