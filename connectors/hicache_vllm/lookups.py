@@ -53,6 +53,13 @@ class Scope:
 class Lookup:
     """One prompt's question. Begun by the scheduler's thread, answered in another; its lease is held until `close`.
 
+    Args:
+        cache, tasks: to the service.
+        tokens, scope: the prompt, and whose pages it may use.
+        deadline: seconds for the answer.
+        reserve: tokens of a page, where pages that are not found shall have slots at once; 0 where not.
+        now: a monotonic clock in seconds.
+
     Attributes:
         pages: leading pages that are in host memory and pinned, once `done`; 0 where there is nothing.
         host, storage: how many of them were in which tier when it began.
@@ -60,9 +67,6 @@ class Lookup:
         hashes: of the prompt's whole pages, 32 bytes each, once it is done.
         account: is closed with what the service says of its pages at the end; or None.
         reserved: pages behind those found that have slots of this lease, once it is done.
-
-    Args:
-        reserve: tokens of a page, where those pages shall have slots that are not found; 0 where not.
     """
 
     def __init__(

@@ -94,7 +94,7 @@ def test_no_layer_reads_a_page_before_it_has_come(engines: Engines, step: str) -
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("service")
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("step", ["eager", "whole graph", "whole graph of the second runner"])
 def test_no_layer_reads_a_page_before_it_has_come_on_a_gpu(
     cudas: list[EngineCuda], engines: Engines, step: str
 ) -> None:
@@ -194,7 +194,11 @@ def test_steps_that_are_scheduled_ahead_wait_for_no_load(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("service", "place")
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize(
+    ("place", "step"),
+    [*(("processor", step) for step in STEPS), ("gpu", "eager"), ("gpu", "whole graph")],
+    indirect=["place"],
+)
 def test_pages_go_with_the_step_that_completes_them(engines: Engines, step: str) -> None:
     """Two prompts that share a prefix, one of them in one step; all is found by others, bit for bit."""
     engine = on(engines(layerwise_stores="on"), STEPS[step])
@@ -246,7 +250,7 @@ def test_ranks_store_their_parts(engines: Engines) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("service")
-@pytest.mark.parametrize("layer", range(LAYERS))
+@pytest.mark.parametrize("layer", [0, LAYERS - 1])
 def test_a_step_that_is_aborted_publishes_nothing(engines: Engines, layer: int) -> None:
     """The model raises in one of its layers: what was copied by then is dropped, and stored when it was computed."""
     engine = engines(layerwise_stores="on")
@@ -288,7 +292,7 @@ def test_blocks_are_not_given_away_while_they_are_copied(
     form = type(engine.workers[0]._worker._tensors._form)
     copy, slow = form.copy, threading.Event()
     monkeypatch.setattr(form, "copy", lambda *given, **named: (slow.wait(0.01), copy(*given, **named))[1])
-    prompts = [small(90 + number, 60) for number in range(5)]
+    prompts = [small(90 + number, 60) for number in range(3)]
     for steps, tokens in enumerate(prompts, start=1):
         request = engine.add(tokens, new=4)
         until(lambda: engine.stepped() and request.num_computed_tokens > 0)  # noqa: B023
@@ -298,10 +302,10 @@ def test_blocks_are_not_given_away_while_they_are_copied(
             engine.preempt(request)
         engine.run()
         assert engine.free_blocks == 63
-    assert engine.early >= 5
+    assert engine.early >= 3
     fresh = engines(blocks=200)
     fresh.generate(*prompts)
-    assert (fresh.external, fresh.failed) == (5 * 56, 0)
+    assert (fresh.external, fresh.failed) == (3 * 56, 0)
 
 
 @pytest.mark.slow
