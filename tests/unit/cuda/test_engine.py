@@ -132,6 +132,19 @@ def test_a_writers_event_holds_only_those_behind_it(memory: Memory, host: MmapHo
     assert engine.statistics().failed_pages == 0
 
 
+def test_a_copy_up_waits_for_the_uses_that_it_was_told_of_and_for_no_others(memory: Memory, host: MmapHostPool) -> None:
+    engine, told = memory.engine(host, reuse="told"), Told()
+    gate = memory.cuda.gate(memory.cuda.default)
+    memory.pools[0].used_until([3], memory.pools[0].record())
+    assert engine.host_to_device(slots(1), slots(4), done=told.done).wait(LIMIT)
+    held = engine.host_to_device(slots(1), slots(3), done=told.done)
+    assert not held.wait(0.05)
+    gate.open()
+    assert held.wait(LIMIT)
+    assert engine.host_to_device(slots(2), slots(3), done=told.done).wait(LIMIT)
+    assert told.results == [[PageResult.OK]] * 3
+
+
 def test_callbacks_may_raise_and_events_may_break(memory: Memory, host: MmapHostPool) -> None:
     engine, told = memory.engine(host), Told()
 
