@@ -105,7 +105,7 @@ MUTANTS = (
     ),
     core(
         "a commit does not check that its prefix is still held",
-        "cache.py",
+        "commit.py",
         "        if at < first:\n            return None\n",
         "        at = max(at, first)\n",
     ),
@@ -183,9 +183,9 @@ MUTANTS = (
     ),
     core(
         "a commit counts as one more use for lfu",
-        "cache.py",
-        "self.registry.use(node, lease.priority, again=True)",
-        "self.registry.use(node, lease.priority)",
+        "commit.py",
+        "self._registry.use(node, lease.priority, again=True)",
+        "self._registry.use(node, lease.priority)",
     ),
     core(
         "time does not pass for lfu",
@@ -219,7 +219,7 @@ MUTANTS = (
     ),
     core(
         "allocation evicts before it knows that it can be met",
-        "cache.py",
+        "commit.py",
         "        if not table.growing and self._room.available(top) < pages:\n",
         "        self._copies.evict(top, pages)\n        if not table.growing and self._room.available(top) < pages:\n",
     ),

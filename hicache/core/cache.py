@@ -9,32 +9,29 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from hicache.core import invariants
+from hicache.core.commit import Committer
 from hicache.core.config import CoreConfig
 from hicache.core.copies import Copies
 from hicache.core.prefetch import Loader
 from hicache.core.prompt import Hasher, Prompt
 from hicache.core.reasons import RequestCounts, count
 from hicache.core.registry import DEVICE, HOST, Registry
-from hicache.core.residency import FREE, NO_SLOTS, PRIVATE, RESIDENT, SlotEvent, Slots, Words
+from hicache.core.residency import Slots, Words
 from hicache.core.room import SWEEP_PAGES, Grave, Room
 from hicache.core.statistics import CoreStatistics, snapshot
 from hicache.core.transferlog import TransferLog
 from hicache.core.transfers import Lease, Transfer, TransferKind, lowest
 from hicache.core.tree import HiRadixTree
 from hicache.core.writeback import Writer
-from hicache.errors import InvalidInput, OutOfSlots
+from hicache.errors import InvalidInput
 from hicache.events import Cleared, Event
 from hicache.records import Match, MissReason, PageResult
 
 if TYPE_CHECKING:
-    from hicache.core.node import Node, Path
-
-_WRITES: Final = {DEVICE: TransferKind.WRITE, HOST: TransferKind.HOST_WRITE}
+    from hicache.core.node import Node
 
 FORGET_NODES = 1024
 """Nodes whose beliefs are dropped in one step; well under a millisecond."""
@@ -53,7 +50,18 @@ class Core:
         log: the transfers.
     """
 
-    __slots__ = ("_copies", "_leases", "_loader", "_room", "_trees", "_writer", "config", "log", "registry")
+    __slots__ = (
+        "_committer",
+        "_copies",
+        "_leases",
+        "_loader",
+        "_room",
+        "_trees",
+        "_writer",
+        "config",
+        "log",
+        "registry",
+    )
 
     def __init__(self, config: CoreConfig, words: Words | None = None) -> None:
         self.config = config
@@ -63,6 +71,7 @@ class Core:
         self.log = TransferLog(self._copies)
         self._writer = Writer(self.log, self._room)
         self._loader = Loader(self.log, self._room)
+        self._committer = Committer(self.log, self._room, self._writer)
         self._trees: dict[bytes, HiRadixTree] = {}
         self._leases: set[Lease] = set()
 
@@ -192,27 +201,7 @@ class Core:
         Raises:
             OutOfSlots: not so many can be had now. Nothing was evicted.
         """
-        if lease.closed:
-            raise InvalidInput("allocate: the request is closed")
-        if pages < 0:
-            raise InvalidInput(f"allocate: {pages} pages is negative")
-        top = self.registry.top
-        table = self.registry.tables[top]
-        if not table.growing and self._room.available(top) < pages:
-            raise OutOfSlots(
-                asked=pages,
-                free=table.counts[FREE],
-                evictable=self._room.available(top) - table.counts[FREE],
-                capacity=table.capacity,
-            )
-        if lease.start is None:
-            lease.start = lease.committed = lease.usable
-        if not pages:
-            return NO_SLOTS
-        slots = self._room.take(top, pages)
-        assert len(slots) == pages
-        lease.own = _joined(lease.own, slots)
-        return slots
+        return self._committer.allocate(lease, pages)
 
     def commit(self, lease: Lease, upto: int, *, ready: bool) -> Transfer | None:
         """Hand the private slots of the pages up to index `upto` to the tree.
@@ -227,89 +216,7 @@ class Core:
         Raises:
             InvalidInput: pages without slots, or a closed request.
         """
-        if lease.closed:
-            raise InvalidInput("commit: the request is closed")
-        # Without an allocation there is only what came from the cache, which is committed already.
-        start, first = (lease.usable,) * 2 if lease.start is None else (lease.start, lease.committed)
-        if upto > min(start + len(lease.own), lease.prompt.pages):
-            raise InvalidInput(
-                f"commit: page {upto} is behind the last one that can be committed: {len(lease.own)} slots were "
-                f"allocated from page {start} on, and the prompt has {lease.prompt.pages} whole pages"
-            )
-        transfer = self._commit(lease, start, first, upto, ready=ready) if upto > first else None
-        return transfer if ready else self._guarded(lease, transfer, upto)
-
-    def _guarded(self, lease: Lease, transfer: Transfer | None, upto: int) -> Transfer | None:
-        """A transfer that keeps the request's private slots until its writer has ended, if it has any."""
-        top = self.registry.top
-        private = lease.own[self.registry.tables[top].state[lease.own] == PRIVATE]
-        if not len(private):
-            return transfer
-        if transfer is None:
-            transfer = self.log.begin(_WRITES[top], lease.tree, first=upto, target_slots=NO_SLOTS, pins=[])
-        transfer.private = private
-        self._copies.guard(private)
-        lease.writers = [*(writer for writer in lease.writers if len(writer.private)), transfer]
-        return transfer
-
-    def _hand_on(self, lease: Lease, fresh: Slots) -> None:
-        """What is committed now is no more guarded by earlier writers: this commit's own covers their writes."""
-        for writer in lease.writers:
-            taken = np.isin(writer.private, fresh)
-            self._copies.unguard(writer.private[taken])
-            writer.private = writer.private[~taken]
-
-    def _commit(self, lease: Lease, start: int, first: int, upto: int, *, ready: bool) -> Transfer | None:
-        lease.committed = upto
-        tree, prompt = lease.tree, lease.prompt
-        if not tree.live:
-            return None
-        self.registry.tick += 1
-        top = self.registry.top
-        walked = tree.walk(prompt, upto)
-        held, _ = tree.held(walked, top)
-        at = len(held)
-        if at < first:
-            return None
-        fresh = lease.own[at - start : upto - start]
-        if not len(fresh):
-            self.log.hold(lease, top, held, at)
-            return None
-        if lease.writers:
-            self._hand_on(lease, fresh)
-        path = self._copies.fill(top, tree, prompt, at, fresh, hits=1, extend_from=start, path=walked)
-        for node, _ in path:
-            self.registry.use(node, lease.priority, again=True)
-        if not at:
-            self.registry.ghosts.met_first_page(tree.namespace, prompt.symbols[: prompt.width])
-        self.log.hold(lease, top, _joined(held, fresh), upto)
-        return self._written(lease, path, at, fresh, ready=ready)
-
-    def _written(self, lease: Lease, path: Path, at: int, fresh: Slots, *, ready: bool) -> Transfer | None:
-        tree = lease.tree
-        top = self.registry.top
-        table = self.registry.tables[top]
-        if ready:
-            table.verified[fresh] = True
-            for node, _ in path:
-                if node.first + node.pages > at:
-                    self._copies.publish(top, node)
-                    break
-            if table.state[fresh[-1]] == RESIDENT:
-                self.log.end_settled()
-                self._writer.used(path, lease.pins)
-                return None
-        pins = lease.pins[top]
-        assert pins is not None
-        pins.holders += 1
-        transfer = self.log.begin(_WRITES[top], tree, first=at, target_slots=fresh, pins=[pins])
-        if not ready:
-            return transfer
-        # Another request's pages in front are still being written: wait for them like any finished transfer.
-        transfer.completed = True
-        self.log.end_settled()
-        self.log.end_or_wait(transfer)
-        return None
+        return self._committer.commit(lease, upto, ready=ready)
 
     def extend(self, lease: Lease, prompt: Prompt) -> None:
         """The request's prompt has grown by decoding; its whole pages must begin with the old ones."""
@@ -338,12 +245,7 @@ class Core:
         lease.closed = True
         self._leases.discard(lease)
         lease.counts = count(lease, self.registry.ghosts, aborted=aborted)
-        table = self.registry.tables[self.registry.top]
-        if len(lease.own) and table.count(lease.own, PRIVATE):
-            private = lease.own[table.state[lease.own] == PRIVATE]
-            written = table.pins[private] > 0
-            table.give_back(private[~written])
-            table.advance(private[written], PRIVATE, SlotEvent.DETACH)
+        self._committer.give_back(lease)
         if lease.tree.live:
             self._count_use(lease)
         for pins in (*lease.pins, *lease.spare_pins):
@@ -502,9 +404,3 @@ class Core:
             HicacheInternalError: one is broken.
         """
         invariants.check(self._copies, self.log, self._room, self.trees, self._leases)
-
-
-def _joined(first: Slots, second: Slots) -> Slots:
-    if not len(first):
-        return second
-    return np.concatenate((first, second)) if len(second) else first
