@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol, TypeVar
+
+T = TypeVar("T")
 
 
 class Choices(Protocol):
@@ -40,6 +43,29 @@ class DrawnChoices:
         from hypothesis import strategies
 
         return int(self._data.draw(strategies.integers(low, high)))
+
+
+class Decider:
+    """What random drivers share: decisions, and notes of what happened.
+
+    Attributes:
+        steps: steps made.
+        seen: how often each kind of thing happened, so that a test can tell that it did.
+    """
+
+    def __init__(self, choices: Choices) -> None:
+        self.steps = 0
+        self.seen: dict[str, int] = {}
+        self._choices = choices
+
+    def _one_in(self, n: int) -> bool:
+        return self._choices.integer(1, n) == 1
+
+    def _pick(self, items: Sequence[T]) -> T:
+        return items[self._choices.integer(0, len(items) - 1)]
+
+    def _note(self, what: str) -> None:
+        self.seen[what] = self.seen.get(what, 0) + 1
 
 
 class CountingHasher:

@@ -9,9 +9,6 @@ It draws every decision from a `Choices`: a seeded random generator, or hypothes
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypeVar
-
 import numpy as np
 
 from hicache.core.cache import Core
@@ -21,7 +18,7 @@ from hicache.core.transfers import Lease, Transfer, TransferKind
 from hicache.core.tree import HiRadixTree
 from hicache.errors import OutOfSlots
 from hicache.records import PageResult, Tier
-from hicache.testing.choices import Choices, tag
+from hicache.testing.choices import Choices, Decider, tag
 from hicache.testing.coremodel import (
     ModelEngine,
     Prompts,
@@ -33,11 +30,10 @@ from hicache.testing.coremodel import (
 )
 from hicache.testing.told import ToldResidency
 
-T = TypeVar("T")
 _DEVICE, _HOST = int(Tier.DEVICE), int(Tier.HOST)
 
 
-class CoreDriver:
+class CoreDriver(Decider):
     """A core under random use, with a model beside it.
 
     Attributes:
@@ -56,11 +52,9 @@ class CoreDriver:
         core: Core | None = None,
         hashes: bool = False,
     ) -> None:
+        super().__init__(choices)
         self._words = WatchedWords(config.host_pages)
         self.core = Core(config, self._words.words) if core is None else core
-        self.steps = 0
-        self.seen: dict[str, int] = {}
-        self._choices = choices
         self._prompts = Prompts(choices, self.core, namespaces=namespaces, alphabet=alphabet, hashes=hashes)
         self._engines: list[ModelEngine] = []
         self._running: dict[int, RunningTransfer] = {}
@@ -73,17 +67,6 @@ class CoreDriver:
         self._told = ToldResidency()
         self._number = 0
         self._now = 0
-
-    # ---- choosing
-
-    def _one_in(self, n: int) -> bool:
-        return self._choices.integer(1, n) == 1
-
-    def _pick(self, items: Sequence[T]) -> T:
-        return items[self._choices.integer(0, len(items) - 1)]
-
-    def _note(self, what: str) -> None:
-        self.seen[what] = self.seen.get(what, 0) + 1
 
     # ---- steps
 

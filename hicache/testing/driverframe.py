@@ -5,10 +5,10 @@ Wherever the cache waits or calls storage, other things may happen, as if other 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from math import inf
 from threading import Condition
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -17,20 +17,19 @@ from hicache.errors import CacheClosed
 from hicache.records import Tier
 from hicache.storage.base import StorageBackend
 from hicache.testing.cachelife import NAMESPACE, Engine, Life
-from hicache.testing.choices import Choices
+from hicache.testing.choices import Choices, Decider
 from hicache.testing.truth import Truth, Violation, require
 from hicache.testing.watchedstorage import WatchedStorage
 
 __all__ = ["DEEPEST", "SCOPES", "TICK", "DriverFrame", "whole_pages"]
 
-T = TypeVar("T")
 _P = NAMESPACE.page_size
 TICK = 0.125  # times are whole multiples of it, so that sums of them are exact
 SCOPES: tuple[dict[str, Any], ...] = ({}, {"tenant": "a"}, {"salt": "b"}, {"tenant": "a", "salt": "b"})
 DEEPEST = 3  # so many steps inside each other
 
 
-class DriverFrame:
+class DriverFrame(Decider):
     """A cache under random use, life after life on one storage.
 
     Args:
@@ -55,9 +54,7 @@ class DriverFrame:
         damage: Callable[[ObjectKey], bool] | None = None,
         **options: Any,
     ) -> None:
-        self.steps = 0
-        self.seen: dict[str, int] = {}
-        self._choices = choices
+        super().__init__(choices)
         self._damage_object = damage
         self._sizes = {"device": device, "host": host}
         self._options = options
@@ -94,15 +91,6 @@ class DriverFrame:
                 storage.faults = faults
 
     # ---- choosing
-
-    def _one_in(self, n: int) -> bool:
-        return self._choices.integer(1, n) == 1
-
-    def _pick(self, items: Sequence[T]) -> T:
-        return items[self._choices.integer(0, len(items) - 1)]
-
-    def _note(self, what: str) -> None:
-        self.seen[what] = self.seen.get(what, 0) + 1
 
     def _prompt(self) -> tuple[int, list[int]]:
         if self._prompts and not self._one_in(5):

@@ -1,157 +1,26 @@
 """Drives a hosted cache at random, with real bytes, in one thread: clients, storage's threads, storage, and time.
 
-What must be true is in `hostedlife` and `watchedstorage`. Wherever the cache calls storage, other things may happen.
+What must be true is in `hostedlife` and `watchedstorage`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from threading import Condition
-from typing import Any, TypeVar
-
-import numpy as np
-
 from hicache.core.identity import Adapter
-from hicache.core.keys import ObjectKey
 from hicache.errors import HashMismatch, InvalidInput, OutOfSlots, StorageError
 from hicache.records import Match, Tier
-from hicache.storage.base import StorageBackend
-from hicache.testing.choices import Choices
-from hicache.testing.hostedlife import HOSTED_NAMESPACE, Client, HostedLife
-from hicache.testing.truth import Truth, Violation, require
-from hicache.testing.watchedstorage import WatchedStorage
+from hicache.testing.hostedframe import DEEPEST, SCOPES, HostedFrame
+from hicache.testing.hostedlife import HOSTED_NAMESPACE, Client
+from hicache.testing.truth import Violation, require
 
 __all__ = ["HostedDriver"]
 
-T = TypeVar("T")
 _P = HOSTED_NAMESPACE.page_size
 _TICK = 0.125
-_SCOPES: tuple[dict[str, Any], ...] = ({}, {"tenant": "a"}, {"salt": "b"})
 _NO_DIGEST = Adapter("lora")
-_DEEPEST = 2
 
 
-class HostedDriver:
-    """A hosted cache under random use, life after life on one storage.
-
-    Args:
-        choices: where decisions come from.
-        host: slots.
-        storage: the backend, or None. It stays its owner's.
-        damage: flips a bit of a stored object, if it is there.
-        options: of `open_hosted`.
-
-    Attributes:
-        steps: steps made, those included that happened inside others.
-        seen: how often each kind of thing happened.
-    """
-
-    def __init__(
-        self,
-        choices: Choices,
-        *,
-        host: int,
-        storage: StorageBackend | None = None,
-        damage: Callable[[ObjectKey], bool] | None = None,
-        **options: Any,
-    ) -> None:
-        self.steps = 0
-        self.seen: dict[str, int] = {}
-        self._choices, self._damage_object = choices, damage
-        self._host, self._options = host, options
-        self._truth = Truth(HOSTED_NAMESPACE, hides=self._one_in(4))
-        self._derived = [HOSTED_NAMESPACE.derive(**fields) for fields in _SCOPES]
-        self._prompts: list[tuple[int, list[int]]] = []
-        self._depth = 0
-        self._storage: WatchedStorage | None = None
-        if storage is not None:
-            watched = WatchedStorage(
-                storage, truth=self._truth, choices=choices, meanwhile=self._meanwhile, note=self._note
-            )
-            assert isinstance(watched, WatchedStorage)
-            self._storage = watched
-        self._life = self._open()
-
-    def _open(self) -> HostedLife:
-        return HostedLife(self._storage, self._truth, host=self._host, on_wait=self._on_wait, options=self._options)
-
-    # ---- choosing
-
-    def _one_in(self, n: int) -> bool:
-        return self._choices.integer(1, n) == 1
-
-    def _pick(self, items: Sequence[T]) -> T:
-        return items[self._choices.integer(0, len(items) - 1)]
-
-    def _note(self, what: str) -> None:
-        self.seen[what] = self.seen.get(what, 0) + 1
-
-    def _prompt(self) -> tuple[int, list[int]]:
-        if self._prompts and not self._one_in(4):
-            return self._pick(self._prompts)
-        which = 0 if not self._one_in(3) else self._choices.integer(0, len(_SCOPES) - 1)
-        tokens: list[int] = []
-        for _ in range(self._choices.integer(0, 9)):
-            tokens += [self._choices.integer(1, 2) if self._one_in(2) else 0, 0]
-        if self._one_in(3):
-            tokens.append(3)
-        self._prompts = [*self._prompts, (which, tokens)][-12:]
-        return which, tokens
-
-    def _hashes(self, which: int, tokens: list[int]) -> bytes:
-        whole = np.array(tokens[: len(tokens) // _P * _P], "<u4").tobytes()
-        return b"".join(self._truth.learn(self._derived[which], whole))
-
-    def _client(self) -> Client | None:
-        return self._pick(self._life.clients) if self._life.clients else None
-
-    # ---- steps
-
-    STEPS = (
-        ("request", 14), ("prefill", 24), ("load", 12), ("reserve", 8), ("commit", 12), ("commit_wrongly", 3),
-        ("extend", 5), ("close", 8), ("drop", 1), ("prefetch", 5), ("work", 36), ("settle", 8), ("look", 3),
-        ("upkeep", 4), ("advance", 3), ("match", 3), ("evict", 5), ("clear", 1), ("spoil", 3),
-        ("restart", 1), ("exchange", 2),
-    )  # fmt: skip
-    """What there is to do, and how often it is chosen."""
-    _WEIGHTED = tuple(name for name, weight in STEPS for _ in range(weight))
-
-    def step(self) -> str:
-        """Do one random thing. Returns its name."""
-        try:
-            return self._step()
-        except Violation as error:
-            raise AssertionError(f"step {self.steps}: {error}") from error
-
-    def _step(self) -> str:
-        self.steps += 1
-        name = self._pick(self._WEIGHTED)
-        self._depth += 1
-        try:
-            getattr(self, f"_{name}")()
-            self._life.check()
-        except Exception as error:
-            raise Violation(f"{name}: {type(error).__name__}: {error}") from error
-        finally:
-            self._depth -= 1
-        return name
-
-    def _meanwhile(self) -> None:
-        if 0 < self._depth < _DEEPEST and self._one_in(6):
-            self._note("meanwhile")
-            self._step()
-
-    def _on_wait(self, condition: Condition, timeout: float) -> None:
-        """A verb that may wait does, in a thread of its own: let go of the lock, and let the loop go on."""
-        condition.release()
-        try:
-            todo = self._life.work()
-            if todo and not self._one_in(6):
-                self._pick(todo)()
-            else:
-                self._life.clock.advance(timeout)
-        finally:
-            condition.acquire()
+class HostedDriver(HostedFrame):
+    """A hosted cache under random use, life after life on one storage; see `HostedFrame` for its arguments."""
 
     # ---- requests
 
@@ -159,7 +28,7 @@ class HostedDriver:
         life, (which, tokens) = self._life, self._prompt()
         adapter = _NO_DIGEST if self._one_in(40) else None
         hashes = self._hashes(which, tokens)
-        scope = life.cache.scope(adapter, _SCOPES[which].get("tenant"), _SCOPES[which].get("salt"))
+        scope = life.cache.scope(adapter, SCOPES[which].get("tenant"), SCOPES[which].get("salt"))
         require(
             (scope is None) == (adapter is not None), "what has no digest was given a namespace, or other way round"
         )
@@ -339,7 +208,7 @@ class HostedDriver:
 
     def _prefetch(self) -> None:
         life, (which, tokens) = self._life, self._prompt()
-        scope = life.cache.known(None, _SCOPES[which].get("tenant"), _SCOPES[which].get("salt"))
+        scope = life.cache.known(None, SCOPES[which].get("tenant"), SCOPES[which].get("salt"))
         hashes = self._hashes(which, tokens)
         told = life.cache.match(scope, hashes)
         require(life.cache.prefetch(scope, hashes) == told, "a prefetch matches something else than a match")
@@ -371,7 +240,7 @@ class HostedDriver:
 
     def _match(self) -> None:
         life, (which, tokens) = self._life, self._prompt()
-        scope = life.cache.known(None, _SCOPES[which].get("tenant"), _SCOPES[which].get("salt"))
+        scope = life.cache.known(None, SCOPES[which].get("tenant"), SCOPES[which].get("salt"))
         before = life.core.registry.tick
         found = life.cache.match(scope, self._hashes(which, tokens))
         require(life.core.registry.tick == before, "a match was a use")
@@ -382,17 +251,17 @@ class HostedDriver:
             self._life.core.evict(Tier.HOST, self._choices.integer(1, 24))
 
     def _clear(self) -> None:
-        life, fields = self._life, self._pick(_SCOPES)
+        life, fields = self._life, self._pick(SCOPES)
         if not self._one_in(2):
             return
-        self._depth += _DEEPEST  # nothing else but storage's threads meanwhile
+        self._depth += DEEPEST  # nothing else but storage's threads meanwhile
         try:
             life.cache.clear(**fields, deadline=self._pick((0.0, 8.0)))
             self._note("clear")
         except StorageError:
             self._note("clear not confirmed")
         finally:
-            self._depth -= _DEEPEST
+            self._depth -= DEEPEST
 
     def _exchange(self) -> None:
         """The storage is taken away, or the same one comes back."""
@@ -401,7 +270,7 @@ class HostedDriver:
         if storage is None or self._depth > 1 or not (detached or self._one_in(8)):
             return
         faults, storage.faults = storage.faults, 0
-        self._depth += _DEEPEST
+        self._depth += DEEPEST
         try:
             if detached:
                 life.cache.attach_storage(storage)
@@ -410,7 +279,7 @@ class HostedDriver:
                 life.cache.detach_storage(8.0, force=True)
                 self._note("detached")
         finally:
-            self._depth -= _DEEPEST
+            self._depth -= DEEPEST
             storage.faults = faults
 
     def _spoil(self) -> None:
@@ -432,14 +301,14 @@ class HostedDriver:
     def _restart(self) -> None:
         if self._depth > 1 or not self._one_in(2):
             return
-        self._depth += _DEEPEST
+        self._depth += DEEPEST
         try:
             if self._one_in(2):
                 self._end_in_order()
             else:
                 self._end_abruptly()
         finally:
-            self._depth -= _DEEPEST
+            self._depth -= DEEPEST
         self._life = self._open()
 
     def _end_abruptly(self) -> None:
@@ -487,7 +356,7 @@ class HostedDriver:
     def finish(self) -> None:
         """End everything. Nothing may be held, and storage holds only what is right."""
         try:
-            self._depth += _DEEPEST
+            self._depth += DEEPEST
             self._end_in_order()
             if self._storage is not None:
                 self._storage.faults = 0
