@@ -10,8 +10,8 @@ from hicache.storage.breaker import BreakerBackend, BreakerPolicy
 from hicache.storage.registry import configured
 from hicache.storage.retry import RetryingBackend, RetryPolicy
 from hicache.storage.wrappers import GuardedBackend, MeteredBackend, WrapperBackend
-from hicache.testing.chaos import TimedBackend
 from hicache.testing.faults import FaultyStorage, LatencyStorage
+from hicache.testing.timed import TimedBackend
 
 __all__ = ["WRAPPERS"]
 
