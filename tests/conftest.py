@@ -28,7 +28,11 @@ THREAD_GRACE = 5.0  # seconds a thread gets to end after the test that started i
 
 def _has_cuda() -> bool:
     if importlib.util.find_spec("torch") is None:
-        return False
+        if importlib.util.find_spec("cupy") is None:
+            return False
+        import cupy
+
+        return bool(cupy.is_available())
     import torch
 
     return bool(torch.cuda.is_available())

@@ -9,6 +9,8 @@ together take less than one after the other.
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
 from statistics import median
 from typing import Any, Final
 
@@ -16,7 +18,7 @@ import numpy as np
 
 from benchmarks.gpu.machine import Machine
 from hicache.core.layout import KVGeometry
-from hicache.cuda.driver import Stream
+from hicache.cuda.driver import Event, Stream
 from hicache.cuda.executors import Executor, Executors
 from hicache.cuda.options import CudaOptions
 from hicache.cuda.pool import CudaDevicePool
@@ -25,14 +27,21 @@ from hicache.cuda.runs import RunTable
 LAYERS: Final = 32
 HIDDEN: Final = 0.9
 _ROUNDS: Final = 5
-_SECONDS: Final = 60.0
+_KERNELS: Final = 40
+_KERNEL_SECONDS: Final = 0.5e-3
+"""Of compute beside copies: kernels like a model's, between whose blocks others get their turn."""
+_AHEAD: Final = 3
+"""Copies of each direction that are in their streams at once; the kernel has room for the tables of a few more."""
+_SECONDS: Final = 30.0
 """What a copy may take before the check gives up."""
 
 
 def run(machine: Machine, seconds: float) -> dict[str, Any]:
     """Both measurements for each way of copying."""
     del seconds  # a few rounds of milliseconds
-    ways = ("auto", "kernel") if machine.fake else ("auto", *machine.executors().usable)
+    executors = machine.executors()
+    ways = ("auto", "kernel") if machine.fake else ("auto", *executors.usable)
+    executors.close()
     hidden = [_hidden(machine, method) for method in ways]
     slowed = _slowdowns(machine)
     for row in hidden:
@@ -110,9 +119,11 @@ def _slowdowns(machine: Machine) -> list[dict[str, Any]]:
         lengths = np.full(len(at), run_bytes, np.int64)
         up = RunTable(host + at, device + at, lengths)
         down = RunTable(device + size + at, host + size + at, lengths)
-        for kind in ("arithmetic", "memory"):
-            rows += [_slowdown(machine, executors, name, kind, (up, down)) for name in executors.usable]
-    executors.close()
+        try:
+            for kind in ("arithmetic", "memory"):
+                rows += [_slowdown(machine, executors, name, kind, (up, down)) for name in executors.usable]
+        finally:
+            executors.close()
     return rows
 
 
@@ -122,41 +133,67 @@ def _slowdown(
     driver, executor = machine.driver, executors.usable[name]
     compute, streams = driver.stream(), (driver.stream("high"), driver.stream("high"))
     begin = machine.compute if kind == "arithmetic" else machine.read
-    turns = _turns(machine, begin, compute, machine.size(20, 0) / 1e3)
-    each = machine.seconds(lambda stream: executor.run(tables[0], stream), streams[0])
+    turns = _turns(machine, begin, compute)
 
-    def once(stream: Stream) -> None:
-        begin(turns, stream)
+    def work(stream: Stream) -> None:
+        for _ in range(machine.size(_KERNELS, 1)):
+            begin(turns, stream)
 
-    alone = median(machine.seconds(once, compute) for _ in range(_ROUNDS))
-    copies = max(1, round(2 * alone / each)) if not machine.fake else 1
-    beside = []
-    for _ in range(_ROUNDS):
-        _fill(executor, tables, streams, copies)
-        beside.append(machine.seconds(once, compute))
-        for stream in streams:
-            machine.passed(stream)
-    blocks = getattr(executor, "blocks", 0)
+    alone = median(machine.seconds(work, compute) for _ in range(_ROUNDS))
+    rounds = [_beside(machine, executor, tables, streams, work, compute) for _ in range(_ROUNDS)]
+    beside = median(taken for taken, _ in rounds)
     return {
         "method": name,
         "kind": kind,
-        "blocks": blocks,
+        "blocks": getattr(executor, "blocks", 0),
         "multiprocessors": driver.facts().multiprocessors,
         "alone_seconds": alone,
-        "beside_seconds": median(beside),
-        "slowdown": median(beside) / alone - 1,
+        "beside_seconds": beside,
+        "slowdown": beside / alone - 1,
+        "copied_bytes_per_second": median(copied / taken for taken, copied in rounds),
     }
 
 
-def _fill(executor: Executor, tables: tuple[RunTable, RunTable], streams: tuple[Stream, Stream], copies: int) -> None:
-    for _ in range(copies):
-        for table, stream in zip(tables, streams, strict=True):
+def _beside(
+    machine: Machine,
+    executor: Executor,
+    tables: tuple[RunTable, RunTable],
+    streams: tuple[Stream, Stream],
+    work: Callable[[Stream], None],
+    compute: Stream,
+) -> tuple[float, int]:
+    """Seconds of work while copies both ways never pause, and about how many bytes those moved in that time."""
+    driver = machine.driver
+    start, end = driver.event(timing=True), driver.event(timing=True)
+    under_way: deque[list[Event]] = deque()
+    ended = 0
+
+    def copy() -> None:
+        under_way.append([driver.event(), driver.event()])
+        for table, stream, event in zip(tables, streams, under_way[-1], strict=True):
             executor.run(table, stream)
+            driver.record(event, stream)
+
+    for _ in range(_AHEAD):
+        copy()
+    driver.record(start, compute)
+    work(compute)
+    driver.record(end, compute)
+    while not driver.query(end):
+        for event in under_way.popleft():
+            driver.synchronize(event)
+        ended += 1
+        copy()
+    for stream in streams:
+        machine.passed(stream)
+    return max(driver.elapsed(start, end), 1e-9), ended * sum(table.total for table in tables)
 
 
-def _turns(machine: Machine, begin: Any, stream: Stream, seconds: float) -> int:
-    """Turns that take about so long."""
+def _turns(machine: Machine, begin: Callable[[int, Stream], None], stream: Stream) -> int:
+    """Turns with which a kernel takes about as long as one of a model's."""
     begin(1, stream)
-    probe = 8
-    taken = machine.seconds(lambda on: begin(probe, on), stream)
-    return max(1, round(probe * seconds / taken)) if not machine.fake else 1
+    turns, taken = 1, machine.seconds(lambda on: begin(1, on), stream)
+    while taken < _KERNEL_SECONDS / 2 and not machine.fake:  # short ones take as long as their launch
+        turns *= 2
+        taken = machine.seconds(lambda on, count=turns: begin(count, on), stream)
+    return max(1, round(turns * _KERNEL_SECONDS / taken)) if not machine.fake else 1

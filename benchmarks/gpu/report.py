@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
+
+_SHOWN: Final = {"bandwidth": "rows", "overlap": "hidden", "replay": "runs"}
+"""What a part's result has where it came so far that there is something to show."""
 
 
 def report(results: dict[str, dict[str, Any]]) -> str:
     """Markdown, from the parts' documents by name."""
-    any_result = next(iter(results.values()))
-    facts = any_result["device"]
-    title = "A dry run without a GPU: its times mean nothing" if facts["fake"] else facts["name"]
-    lines = [f"# {title}", ""]
-    lines.append(
-        f"Driver for CUDA {facts['driver'] // 1000}.{facts['driver'] % 1000 // 10}, compute capability "
-        f"{'.'.join(map(str, facts['capability']))}, {facts['multiprocessors']} multiprocessors. "
-        f"`benchmarks/gpu_check.sh`, revision {any_result['revision']}."
-    )
+    revisions = ", ".join(dict.fromkeys(one["revision"] for one in results.values()))
+    facts = next((one["device"] for one in results.values() if one["device"]), None)
+    if facts is None:
+        lines = ["# A GPU that could not be opened", "", f"`benchmarks/gpu_check.sh`, revision {revisions}."]
+    else:
+        title = "A dry run without a GPU: its times mean nothing" if facts["fake"] else facts["name"]
+        lines = [f"# {title}", ""]
+        lines.append(
+            f"Driver for CUDA {facts['driver'] // 1000}.{facts['driver'] % 1000 // 10}, compute capability "
+            f"{'.'.join(map(str, facts['capability']))}, {facts['multiprocessors']} multiprocessors. "
+            f"`benchmarks/gpu_check.sh`, revision {revisions}."
+        )
     lines += ["", "| part | | seconds |", "|---|---|---|"]
     for name, one in results.items():
-        lines.append(f"| {name} | {'ok' if one['ok'] else 'FAILED ' + one.get('error', '')} | {one['seconds']:.0f} |")
+        lines.append(f"| {name} | {_outcome(one)} | {one['seconds']:.0f} |")
     for name, make in (("bandwidth", _bandwidth), ("overlap", _overlap), ("replay", _replay)):
-        if name in results and "error" not in results[name]:
+        if name in results and _SHOWN[name] in results[name]:
             lines += ["", f"## {name.capitalize()}", "", *make(results[name])]
     return "\n".join(lines) + "\n"
+
+
+def _outcome(part: dict[str, Any]) -> str:
+    if part["ok"]:
+        return "ok"
+    return f"{'NOT RUN' if part.get('not_run') else 'FAILED'} {part.get('error', '')}".rstrip()
 
 
 def _bandwidth(part: dict[str, Any]) -> list[str]:
@@ -52,10 +64,11 @@ def _overlap(part: dict[str, Any]) -> list[str]:
         times = " | ".join(f"{row[name] * 1e3:.2f}" for name in ("load_seconds", "compute_seconds", "both_seconds"))
         lines.append(f"| {row['method']} | {times} | {row['hidden']:.3f} |")
     lines += ["", "The same compute with copies both ways beside it.", ""]
-    lines += ["| way | compute | blocks of the kernel | slower by |", "|---|---|---|---|"]
+    lines += ["| way | compute | blocks of the kernel | slower by | copied beside it, GB/s |", "|---|---|---|---|---|"]
     for row in part["slowdown"]:
         blocks = f"{row['blocks']} on {row['multiprocessors']} multiprocessors" if row["blocks"] else ""
-        lines.append(f"| {row['method']} | {row['kind']} | {blocks} | {row['slowdown'] * 100:.1f} % |")
+        rate = row["copied_bytes_per_second"] / 1e9
+        lines.append(f"| {row['method']} | {row['kind']} | {blocks} | {row['slowdown'] * 100:.1f} % | {rate:.1f} |")
     return lines
 
 

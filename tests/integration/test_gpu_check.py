@@ -7,10 +7,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from hicache.cuda.driver import CudaError
 from hicache.testing.nvrtc import find_compilers
 
 
@@ -109,6 +111,89 @@ def test_the_kernels_that_keep_a_device_busy_compile(check: Any, tmp_path: Path)
 def test_without_results_there_is_no_report(check: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert check.main(["report", "--out", str(tmp_path)]) == 1
     assert "no part has left a result" in capsys.readouterr().err
+
+
+def test_a_device_that_cannot_be_opened_is_a_result(
+    check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def opened(*, fake: bool) -> Any:
+        raise CudaError("cudaMalloc", "cudaErrorMemoryAllocation", 2)
+
+    monkeypatch.setattr(check, "opened", opened)
+    assert check.main(["small", "--out", str(tmp_path), "--fake"]) == 1
+    assert check.main(["report", "--out", str(tmp_path)]) == 1
+    said = capsys.readouterr().out
+    assert "# A GPU that could not be opened" in said
+    assert "FAILED CudaError: cudaMalloc: cudaErrorMemoryAllocation (2)" in said
+
+
+def test_a_part_that_hangs_ends_with_a_result_that_says_so(repository: Path, tmp_path: Path) -> None:
+    code = (
+        "import pathlib, threading; from benchmarks.gpu.check import _Watch; "
+        f"_Watch(pathlib.Path({str(tmp_path)!r}), {{'part': 'small', 'ok': True}}, 0.01); threading.Event().wait()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=repository, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    result = json.loads((tmp_path / "gpu-small.json").read_text())
+    assert not result["ok"]
+    assert result["error"].startswith("it hung: not over after 0 s")
+    assert "most recent call first" in done.stderr
+
+
+SANITIZER = """#!/bin/bash
+for argument; do [ "$before" = --out ] && out="$argument"; before="$argument"; done
+"""
+
+
+@pytest.mark.parametrize(
+    ("does", "ok", "not_run", "error"),
+    [
+        ('echo \'{"ok": true}\' >"$out/gpu-small.json"; echo "== ERROR SUMMARY: 0 errors"', True, False, ""),
+        (
+            'echo \'{"ok": true}\' >"$out/gpu-small.json"; echo "== ERROR SUMMARY: 2 errors"; exit 9',
+            False,
+            False,
+            "memcheck: == ERROR SUMMARY: 2 errors; ",
+        ),
+        ('echo "Device not supported"', False, True, "memcheck: it could not run here (exit code 0)"),
+        ('echo \'{"ok": true}\' >"$out/gpu-small.json"', False, True, "memcheck: it could not run here"),
+        (
+            'echo \'{"ok": false, "error": "wrong"}\' >"$out/gpu-small.json"; echo "SUMMARY: 0 errors"; exit 1',
+            False,
+            False,
+            "memcheck: the copy itself failed: wrong",
+        ),
+    ],
+)
+def test_what_a_sanitizer_found_is_told_from_one_that_did_not_run(
+    check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, does: str, ok: bool, not_run: bool, error: str
+) -> None:
+    program = tmp_path / "compute-sanitizer"
+    program.write_text(SANITIZER + does + "\n", encoding="utf-8")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    found = check.commands.sanitizer(SimpleNamespace(fake=False), 60.0)
+    assert (found["ok"], found.get("not_run", False)) == (ok, not_run)
+    assert found.get("error", "").startswith(error)
+    assert [row["tool"] for row in found["rows"]] == ["memcheck", "racecheck", "initcheck"]
+
+
+def test_without_a_sanitizer_its_part_is_not_run_rather_than_passed(
+    check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(check.commands.shutil, "which", lambda *_, **__: None)
+    parts = {"small": (lambda machine, seconds: check.commands.sanitizer(SimpleNamespace(fake=False), seconds), 1.0)}
+    monkeypatch.setattr(check, "PARTS", parts)
+    assert check.main(["small", "--out", str(tmp_path), "--fake"]) == 1
+    assert check.main(["report", "--out", str(tmp_path)]) == 1
+    assert "| small | NOT RUN compute-sanitizer is neither on the PATH nor in " in capsys.readouterr().out
+
+
+def test_the_tests_that_it_runs_are_there(check: Any, repository: Path) -> None:
+    for path in check.commands._TESTS:
+        assert (repository / path).exists()
+        files = [repository / path] if path.endswith(".py") else list((repository / path).glob("test_*.py"))
+        assert any("pytest.mark.gpu" in file.read_text(encoding="utf-8") for file in files), path
 
 
 @pytest.mark.skipif(has_gpu(), reason="a GPU is here")

@@ -287,12 +287,13 @@ def test_the_current_stream_is_torchs_where_it_computes(cupy: Any, monkeypatch: 
     asked: list[int] = []
     cuda = SimpleNamespace(
         is_initialized=lambda: True,
-        current_stream=lambda device: asked.append(device) or current,  # type: ignore[func-returns-value]
+        current_stream=lambda device: (asked.append(device), current)[1],
     )
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))  # type: ignore[arg-type]
     assert made(cupy, 1).current_stream().ptr == 123
     assert asked == [1]
-    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace())  # type: ignore[arg-type]  another thread imports it
+    unfinished: Any = SimpleNamespace()  # as another thread imports it
+    monkeypatch.setitem(sys.modules, "torch", unfinished)
     assert made(cupy, 1).current_stream().ptr == 99
 
 
@@ -357,7 +358,7 @@ def test_numbers_that_the_bindings_do_not_take_are_told_as_any_failure(cupy: Any
     """So an executor that uses them wrongly is found by its proof and left out, and attaching goes on."""
     driver = made(cupy)
     with pytest.raises(CudaError, match=r"cudaMemcpyBatchAsync: TypeError \(-1\): Argument 'sizes' .* \(expected"):
-        driver.memcpy_batch_async([1], [2], [np.int64(3)], driver.external_stream(7))  # type: ignore[list-item]
+        driver.memcpy_batch_async([1], [2], [np.int64(3)], driver.external_stream(7))
     assert not bindings.calls
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from typing import Any
 
@@ -38,7 +39,7 @@ def executors(driver: CudaDriver) -> Iterator[Executors]:
 
 
 def bytes_at(address: int, size: int) -> Any:
-    return np.ctypeslib.as_array((np.ctypeslib.ctypes.c_uint8 * size).from_address(address))
+    return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
 
 
 def passed(driver: CudaDriver, stream: Any) -> None:
