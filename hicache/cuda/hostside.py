@@ -119,7 +119,8 @@ def _pinned(device: CudaDevicePool, host: HostPool | None, parts: tuple[HostPart
     pins = HostPins(device.driver, device.options.pinned)
     try:
         for part in parts:
-            pins.pin(part.address, part.slots * part.stride, f"host memory of {part.slots} pages")
+            size, what = part.slots * part.stride, f"host memory of {part.slots} pages"
+            pins.pin(part.address, size, what, writes=part.writes)
     except BaseException:
         pins.close()
         raise

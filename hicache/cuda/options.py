@@ -25,7 +25,7 @@ class CudaOptions:
     Attributes:
         pinned: "try" pins host memory and goes on without where that fails; "require" stops then; "off" does not try.
         numa_node: of the host, from which the host tier is taken; "gpu" is the one that the GPU hangs on, where it is
-            known; None is wherever the kernel likes.
+            known and can be chosen; None is wherever the kernel likes.
         method: "auto" measures what is fastest for each direction when the pool is attached; or "plain", "batch" or
             "kernel" for all copies.
         blocks: of the copy kernel, half a multiprocessor each; None is a sixteenth of the device.

@@ -244,6 +244,7 @@ class CudaDevicePool(DevicePool):
             driver=self.driver,
             pinning=self.options.pinned,
             numa_node=self.driver.facts().numa_node if node == "gpu" else node,
+            numa_required=node != "gpu",
         )
 
     def copy_engine(self, host: HostPool | None) -> CopyEngine:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Final
 
 from hicache.cuda.driver import CudaDriver, Event, Stream
 from hicache.cuda.events import CudaEvent
@@ -15,6 +15,10 @@ from hicache.memory.base import Slots
 from hicache.units import whole_number
 
 __all__ = ["EngineStreams", "tell_allocator"]
+
+_TOLD: Final[list[Stream]] = []
+"""Streams that torch's allocator was told of. It keeps their handles, and records events in them whenever a tensor is
+freed, long after what used the stream has ended: so none of them ends before this process."""
 
 
 class EngineStreams:
@@ -89,9 +93,11 @@ class EngineStreams:
 def tell_allocator(tensors: Any, stream: Stream) -> None:
     """Tell torch's allocator that a stream of ours uses tensors.
 
-    So it does not give their memory to others while that runs, even if the engine lets go of it.
+    So it does not give their memory to others while that runs, even if the engine lets go of it. The stream is kept for
+    as long as this process lives.
     """
     for tensor in tensors if isinstance(tensors, (list, tuple)) else [tensors]:
         if hasattr(tensor, "record_stream") and tensor.device.type == "cuda":
             torch: Any = sys.modules["torch"]  # the tensor is of it
+            _TOLD.append(stream)
             tensor.record_stream(torch.cuda.ExternalStream(stream.ptr, device=tensor.device))

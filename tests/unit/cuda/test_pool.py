@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import gc
+import sys
+import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +16,7 @@ import hicache
 from hicache.cuda import CudaDevicePool, CudaEvent, CudaOptions
 from hicache.cuda.cupy_driver import open_driver
 from hicache.cuda.events import event_behind
+from hicache.cuda.streams import tell_allocator
 from hicache.errors import CacheClosed, ConfigError, GeometryError
 from hicache.memory.host import MmapHostPool
 from hicache.memory.writer import ThreadEvent
@@ -289,3 +294,23 @@ def test_without_cupy_the_extra_is_named() -> None:
         CudaDevicePool.allocate(GEOMETRY, page_size=PAGE, slots=1)
     with pytest.raises(ConfigError, match="needs cupy"):
         open_driver(0)
+
+
+def test_streams_that_torchs_allocator_knows_never_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It keeps a stream's handle, and records an event in it when the tensor is freed: long after a pool is closed."""
+
+    class OneStream:
+        ptr = 4711
+
+    told: list[tuple[int, object]] = []
+    torch: Any = SimpleNamespace(cuda=SimpleNamespace(ExternalStream=lambda ptr, device: (ptr, device)))
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    device = SimpleNamespace(type="cuda")
+    tensor = SimpleNamespace(device=device, record_stream=told.append)
+    stream = OneStream()
+    tell_allocator([tensor, SimpleNamespace(device=device)], stream)
+    assert told == [(4711, device)]
+    gone = weakref.ref(stream)
+    del stream
+    gc.collect()
+    assert gone() is not None
