@@ -20,7 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import msgspec
 
@@ -29,8 +29,9 @@ from hicache.events import Removed, Stored
 from hicache.records import Tier
 from hicache.sidecar.batches import size_of
 from hicache.sidecar.events import EventLog, first_number
+from hicache.sidecar.kv_items import ClearedScopes, Item, Reset, Snapshot, Told, Writing
 from hicache.sidecar.kv_sockets import END, KvSockets
-from hicache.sidecar.kv_wire import MEDIA, Encoding, Fields, Hashes, WireFormat
+from hicache.sidecar.kv_wire import MEDIA, Encoding, Hashes, WireFormat
 from hicache.sidecar.residency import Scope, View
 
 BATCH_BYTES: Final = 128 * 1024
@@ -77,46 +78,6 @@ class KvPublisherStatistics:
     failures: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Told:
-    """A change of a few pages."""
-
-    event: Stored | Removed
-    scope: Scope
-    pages: int
-
-
-@dataclass(frozen=True, slots=True)
-class _ClearedScopes:
-    """All pages of scopes went; `kin` may still have some of them."""
-
-    scopes: tuple[Scope, ...]
-    kin: tuple[Scope, ...]
-    view: View
-    everything: bool
-    pages: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class _Reset:
-    """Tell everything anew."""
-
-    view: View
-    pages: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class _Snapshot:
-    """Somebody wants everything, and the number that follows it."""
-
-    view: View
-    deliver: Callable[[bytes | HicacheError], None]
-    pages: int = 0
-
-
-_Item: TypeAlias = _Told | _ClearedScopes | _Reset | _Snapshot
-
-
 class KvPublisher:
     """Publishes an event log. Made and closed on one thread; its own thread does the work, and never holds up the log.
 
@@ -160,7 +121,7 @@ class KvPublisher:
         self._topic, self._model, self._dp_rank = topic, model, dp_rank
         self._most_queued, self._wall = queued_pages, wall
         self._lock = threading.Lock()
-        self._queue: deque[_Item] = deque()
+        self._queue: deque[Item] = deque()
         self._queued = 0
         self._closing = self._closed = self._ended = False
         self._counts = dict.fromkeys(KvPublisherStatistics.__slots__, 0)
@@ -168,7 +129,7 @@ class KvPublisher:
         self._kept_bytes = 0
         self._most_kept = batches
         self._next = first_number(wall())
-        self._writing = _Writing()
+        self._writing = Writing()
         self._wake, self._woken = socket.socketpair()
         self._wake.setblocking(False)
         try:
@@ -185,7 +146,7 @@ class KvPublisher:
 
     def reset(self, view: View) -> None:
         """Everything is as in the view."""
-        self._put(_Reset(view))
+        self._put(Reset(view))
 
     def changed(self, event: Stored | Removed, scope: Scope) -> None:
         """Pages came or went."""
@@ -202,31 +163,31 @@ class KvPublisher:
             if not left:
                 return
             event = Removed(event.namespace, event.generation, tier, left, event.reason)
-        self._put(_Told(event, scope, len(event.page_hashes)))
+        self._put(Told(event, scope, len(event.page_hashes)))
 
     def cleared(self, scopes: Sequence[Scope], view: View) -> None:
         """All pages of these scopes went at once."""
         mine = tuple(scope for scope in scopes if self._mine(scope))
         if mine:
             kin = tuple(other for scope in mine for other in scope.kin if self._mine(other) and other not in mine)
-            self._put(_ClearedScopes(mine, kin, view, everything=not any(map(self._mine, view.scopes))))
+            self._put(ClearedScopes(mine, kin, view, everything=not any(map(self._mine, view.scopes))))
 
     def _mine(self, scope: Scope) -> bool:
         return self._model is None or (scope.derived is not None and scope.derived.base.model == self._model)
 
-    def _put(self, item: _Item) -> None:
+    def _put(self, item: Item) -> None:
         """Give the thread something to do. Above the bound all that waits is dropped, and everything told anew."""
         if self._ended:
             return
         with self._lock:
             self._queued += item.pages
-            if self._queued > self._most_queued and not isinstance(item, _Reset):
-                self._counts["dropped_events"] += sum(isinstance(queued, _Told) for queued in (*self._queue, item))
-                asked = [queued for queued in self._queue if isinstance(queued, _Snapshot)]
+            if self._queued > self._most_queued and not isinstance(item, Reset):
+                self._counts["dropped_events"] += sum(isinstance(queued, Told) for queued in (*self._queue, item))
+                asked = [queued for queued in self._queue if isinstance(queued, Snapshot)]
                 self._queue.clear()
                 self._queue.extend(asked)
                 self._counts["resets"] += 1
-                item = _Reset(self._log.view())
+                item = Reset(self._log.view())
                 self._queued = item.pages
             self._queue.append(item)
         self._wake_up()
@@ -264,7 +225,7 @@ class KvPublisher:
 
         with self._log.lock:
             if not (self._closing or self._ended):
-                self._put(_Snapshot(self._log.view(), deliver))
+                self._put(Snapshot(self._log.view(), deliver))
             else:
                 arrive(_over())
         document = await future
@@ -304,7 +265,7 @@ class KvPublisher:
             with self._log.lock:
                 self._ended = True
                 while (item := self._take()) is not None:
-                    if isinstance(item, _Snapshot):
+                    if isinstance(item, Snapshot):
                         item.deliver(_over())
 
     def _step(self) -> None:
@@ -317,8 +278,8 @@ class KvPublisher:
             except Exception:
                 _log.exception("KV events: something could not be told")
                 self._counts["failures"] += 1
-                self._writing = _Writing()
-                if not isinstance(item, _Reset):  # that would fail again, for ever
+                self._writing = Writing()
+                if not isinstance(item, Reset):  # that would fail again, for ever
                     with self._log.lock:
                         self.reset(self._log.view())
         if closing:
@@ -328,7 +289,7 @@ class KvPublisher:
         if asked:
             self._replay()
 
-    def _take(self) -> _Item | None:
+    def _take(self) -> Item | None:
         with self._lock:
             if not self._queue:
                 return None
@@ -336,12 +297,12 @@ class KvPublisher:
             self._queued -= item.pages
             return item
 
-    def _tell(self, item: _Item) -> None:
-        if isinstance(item, _Told):
+    def _tell(self, item: Item) -> None:
+        if isinstance(item, Told):
             self._write(item.event, item.scope)
-        elif isinstance(item, _ClearedScopes):
+        elif isinstance(item, ClearedScopes):
             self._clear(item)
-        elif isinstance(item, _Reset):
+        elif isinstance(item, Reset):
             self._clear_all()
             for found in item.view.stored(self._mine):
                 if found is not None:
@@ -380,7 +341,7 @@ class KvPublisher:
         self._flush()
         self._writing.remove(self._format.cleared(), 0)
 
-    def _clear(self, item: _ClearedScopes) -> None:
+    def _clear(self, item: ClearedScopes) -> None:
         if item.everything:
             self._clear_all()
             return
@@ -401,7 +362,7 @@ class KvPublisher:
         if not events:
             return
         payload = self._format.batch(self._wall(), events, self._dp_rank)
-        self._writing = _Writing()
+        self._writing = Writing()
         number = self._next
         self._next += 1
         self._keep(number, payload)
@@ -446,24 +407,6 @@ class KvPublisher:
                     f"the snapshot has more than {SNAPSHOT_BYTES:,} bytes: replay messages, or watch events by gRPC"
                 )
         return msgspec.json.encode(head)[:-1] + b',"events":[' + b",".join(written) + b"]}"
-
-
-class _Writing:
-    """The events of the next message: removals, then what came."""
-
-    def __init__(self) -> None:
-        self.events: list[Fields] = []
-        self.bytes = 0
-        self.stores = False
-
-    def store(self, fields: Fields, size: int) -> None:
-        self.events.append(fields)
-        self.bytes += size
-        self.stores = True
-
-    def remove(self, fields: Fields, size: int) -> None:
-        self.events.append(fields)
-        self.bytes += size
 
 
 def _plain(value: Any) -> Any:

@@ -12,13 +12,10 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from hicache.config import Config
 from hicache.errors import (
     InvalidInput,
     LimitExceeded,
-    NotFound,
     PermissionDenied,
     ServiceUnavailable,
     StorageError,
@@ -32,7 +29,6 @@ from hicache.rpc.service import (
     Finding,
     Ping,
     Pinned,
-    RequestScope,
     Target,
     Welcome,
 )
@@ -52,6 +48,7 @@ from hicache.sidecar.pool import Pool
 from hicache.sidecar.pools import PoolTable
 from hicache.sidecar.quotas import Quotas
 from hicache.sidecar.session import SidecarSession
+from hicache.sidecar.targets import check_admin, named, targeted, token_ids, visible
 from hicache.sidecar.waiting import Changes
 from hicache.sidecar.wiring import session_limits
 from hicache.storage.base import StorageBackend
@@ -313,16 +310,16 @@ class SidecarService:
 
     def visible(self, caller: Caller) -> Iterator[Pool]:
         """The pools that a caller may see."""
-        return (pool for pool in self.pools if pool.tenant == caller.tenant or sees_all(caller))
+        return visible(self.pools, caller)
 
     # ---- administration
 
     async def clear(self, caller: Caller, target: Target | None) -> tuple[int, tuple[str, ...]]:
         """Forget pages."""
-        _admin(caller)
+        check_admin(caller)
         unconfirmed: list[str] = []
         cleared = 0
-        for pool, scope in self._targets(caller, target):
+        for pool, scope in targeted(self.pools, caller, target):
             adapter, salt = scope.adapter, scope.salt
             cleared += 1
             try:
@@ -332,51 +329,15 @@ class SidecarService:
         self.pins.expire()
         return cleared, tuple(unconfirmed)
 
-    def _targets(self, caller: Caller, target: Target | None) -> list[tuple[Pool, RequestScope]]:
-        if target is not None:
-            return [(pool, target.scope) for pool in self._named(caller, target)]
-        return [
-            (pool, RequestScope(adapter, salt))
-            for pool in self.visible(caller)
-            for adapter, salt in pool.cache.scopes_in_use()
-        ]
-
-    def _named(self, caller: Caller, target: Target) -> list[Pool]:
-        """The pools of the model that a target names; several where topologies differ.
-
-        Raises:
-            NotFound: none that the caller may see.
-            InvalidInput: a model's name that several namespaces have.
-        """
-        tenant = caller.tenant if target.tenant is None else target.tenant
-        if tenant != caller.tenant and caller.tenant is not None:
-            raise PermissionDenied(f"{caller.name or 'this caller'} may not name other tenants")
-        digest, model = target.namespace_digest, target.model
-        found = [
-            pool
-            for pool in self.pools
-            if pool.tenant == tenant and (pool.namespace.digest == digest if digest else pool.namespace.model == model)
-        ]
-        if not found:
-            known = ", ".join(sorted({pool.namespace.model for pool in self.visible(caller)})) or "none"
-            raise NotFound(
-                f"no pool of model {model or digest.hex()!r:.80} is here; known models: {known:.300}. A model is known "
-                "once an engine has attached to it"
-            )
-        if len({pool.namespace.digest for pool in found}) > 1:
-            digests = ", ".join(sorted({pool.namespace.digest.hex() for pool in found}))
-            raise InvalidInput(f"model {model!r:.80} is served under several namespaces; name one by digest: {digests}")
-        return found
-
     async def pin(
         self, caller: Caller, target: Target, tokens: bytes, *, hard: bool, ttl_seconds: float, name: str
     ) -> Pinned:
         """Keep a prefix in HOST."""
-        _admin(caller)
+        check_admin(caller)
         self.check_accepting()
-        pool = self._named(caller, target)[0]
+        pool = named(self.pools, caller, target)[0]
         seconds = self.config.policies.prefetch_cap
-        request = await pool.bring_up(target.scope, _token_ids(tokens), until=self.loop.time() + seconds)
+        request = await pool.bring_up(target.scope, token_ids(tokens), until=self.loop.time() + seconds)
         if request is None:
             raise StorageError(
                 "pin: the namespace's generation is not known yet, as storage does not answer: try again"
@@ -385,7 +346,7 @@ class SidecarService:
 
     def unpin(self, caller: Caller, name: str) -> int:
         """End a pin, or all of the caller's tenant."""
-        _admin(caller)
+        check_admin(caller)
         return self.pins.release(caller.tenant, name)
 
     def pins_of(self, caller: Caller) -> tuple[Pinned, ...]:
@@ -399,11 +360,11 @@ class SidecarService:
         if not caller.write:
             raise PermissionDenied(f"{caller.name or 'this caller'} has no right to write")
         self.check_accepting()
-        pool = self._named(caller, target)[0]
+        pool = named(self.pools, caller, target)[0]
         until = self.loop.time() + (deadline_seconds or self.config.policies.prefetch_cap * max(len(prompts), 1))
         host = missed = 0
         for done, prompt in enumerate(prompts, 1):
-            request = await pool.bring_up(target.scope, _token_ids(prompt), until=until)
+            request = await pool.bring_up(target.scope, token_ids(prompt), until=until)
             if request is not None:
                 host += len(request.usable)
                 missed += request.pages - len(request.usable)
@@ -412,14 +373,14 @@ class SidecarService:
 
     async def diagnose(self, caller: Caller) -> tuple[Finding, ...]:
         """Look at limits and rights, and send a page through every tier and back."""
-        _admin(caller)
+        check_admin(caller)
         return await diagnose(self)
 
     async def explain(self, caller: Caller, target: Target, tokens: bytes, *, storage_seconds: float) -> str:
         """Why a prompt misses. It tells of prompts under other salts, so it is for administrators of the tenant."""
-        _admin(caller)
-        _token_ids(tokens)
-        pools = self._named(caller, target)
+        check_admin(caller)
+        token_ids(tokens)
+        pools = named(self.pools, caller, target)
         found = await explain(self, pools, target.scope, tokens, storage_seconds=storage_seconds)
         return json.dumps({"explanations": [explanation.document() for explanation in found]}, allow_nan=False)
 
@@ -469,14 +430,3 @@ class SidecarService:
         dropped = await self.pools.close(max(0.0, end - self.loop.time()))
         self.events.close()
         return Ending(dropped, estate_of(parts, storage=self.storage_name) if leave else None)
-
-
-def _admin(caller: Caller) -> None:
-    if not caller.admin:
-        raise PermissionDenied(f"{caller.name or 'this caller'} has no right to administer")
-
-
-def _token_ids(tokens: bytes) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
-    if len(tokens) % 4:
-        raise InvalidInput(f"tokens have {len(tokens)} bytes, not a multiple of 4")
-    return np.frombuffer(tokens, "<u4")
