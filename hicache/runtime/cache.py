@@ -118,12 +118,7 @@ class EmbeddedCache(LeasingCache):
                 self.check_open()  # again: from here on closing would find the lease
                 self._catch_up()
                 assert scope.tree is not None
-                lease = self._core.lease(scope.tree, prompt, limit=limit, priority=priority)
-                self._leases[lease] = count
-                if self.access is not None:
-                    self.access.begun(lease, started)
-                if self._stores:
-                    prefetch = self._loader.start(lease)
+                lease, prefetch = self._leased(scope.tree, prompt, count, limit, priority, started)
                 reducer.settle()
         return Request(
             self, lease, tokens=count, tail=tail, spans=spans, prefetch=prefetch, started=started, deadline=deadline

@@ -383,18 +383,12 @@ class HostedCache(LeasingCache):
             return HostedRequest(self, lease, tokens=tokens, prefetch=None, started=started)
         prompt = self.prompt(scope, page_hashes)
         reducer = self._reducer
-        prefetch = None
         with reducer.lock:
             self.check_open()  # again: from here on closing would find the lease
             reducer.settle()
             assert scope.tree is not None
-            lease = self._core.lease(scope.tree, prompt, limit=limit, priority=priority)
-            self._leases[lease] = tokens
-            if self.access is not None:
-                self.access.begun(lease, started)
+            lease, prefetch = self._leased(scope.tree, prompt, tokens, limit, priority, started)
             self.moments.note(self._core.registry.tick, started)
-            if self._stores:
-                prefetch = self._loader.start(lease)
             reducer.settle()
         return HostedRequest(self, lease, tokens=tokens, prefetch=prefetch, started=started)
 

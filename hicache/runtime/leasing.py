@@ -15,6 +15,7 @@ from hicache.runtime.accesslog.recorder import Recorder
 from hicache.runtime.accesslog.writer import AccessLogWriter
 from hicache.runtime.arguments import number_of_seconds
 from hicache.runtime.closing import CloseReport, drain, take_apart, unwritten
+from hicache.runtime.loading import Prefetch
 from hicache.runtime.parts import Parts
 from hicache.runtime.reducer import Ringer
 from hicache.runtime.statistics import Ledger
@@ -169,6 +170,16 @@ class LeasingCache(Upkeep):
     # ---- inside
 
     _report: CloseReport | None  # set last: a cache that failed before has nothing to close
+
+    def _leased(
+        self, tree: HiRadixTree, prompt: Prompt, tokens: int, limit: int, priority: int, started: float
+    ) -> tuple[Lease, Prefetch | None]:
+        """The lease of a request that began at `started`, and what is fetched for it. The lock is held."""
+        lease = self._core.lease(tree, prompt, limit=limit, priority=priority)
+        self._leases[lease] = tokens
+        if self.access is not None:
+            self.access.begun(lease, started)
+        return lease, self._loader.start(lease) if self._stores else None
 
     def _past_the_cache(self, tokens: int, pages: int, priority: int, hasher: Hasher) -> Lease:
         reducer = self._reducer

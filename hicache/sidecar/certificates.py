@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import ssl
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Final
 
 from hicache.config import Tls
 from hicache.errors import ConfigError
+from hicache.sidecar.files import read_file
 
 __all__ = ["Certificates", "read_certificates"]
 
-_LARGEST_FILE: Final = 2**20
 _NOT_YET_VALID: Final = 9  # X509_V_ERR_CERT_NOT_YET_VALID of OpenSSL, and the next
 _EXPIRED: Final = 10
 
@@ -43,9 +42,9 @@ def read_certificates(tls: Tls) -> Certificates | None:
     """
     if not tls.certificate:
         return None
-    certificate = _read("tls.certificate", tls.certificate)
-    key = _read("tls.key", tls.key)
-    client_ca = _read("tls.client_ca", tls.client_ca) if tls.client_ca else None
+    certificate = read_file(f"tls.certificate {tls.certificate!r:.200}", tls.certificate)
+    key = read_file(f"tls.key {tls.key!r:.200}", tls.key)
+    client_ca = read_file(f"tls.client_ca {tls.client_ca!r:.200}", tls.client_ca) if tls.client_ca else None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(tls.certificate, tls.key, password=_refuse_password)
@@ -74,18 +73,6 @@ class _Encrypted(Exception):  # noqa: N818  never leaves this module
 
 def _refuse_password() -> str:
     raise _Encrypted
-
-
-def _read(name: str, path: str) -> bytes:
-    try:
-        with Path(path).open("rb") as file:
-            data = file.read(_LARGEST_FILE + 1)
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"{name} {path!r:.200} cannot be read: {reason}") from None
-    if len(data) > _LARGEST_FILE:
-        raise ConfigError(f"{name} {path!r:.200} is larger than 1 MiB: that is none")
-    return data
 
 
 def _warnings(server: ssl.SSLContext, certificate: str) -> tuple[str, ...]:

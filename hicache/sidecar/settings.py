@@ -16,13 +16,13 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Annotated, Any, Final, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
 from hicache.config import Config, FileMode, Size
 from hicache.errors import ConfigError
+from hicache.sidecar.files import read_file
 from hicache.storage.url import redacted
 
 __all__ = ["DEFAULT", "PREFIX", "Setting", "Settings", "load_settings", "schema", "shown"]
@@ -37,7 +37,6 @@ _CONFIG_VARIABLE: Final = PREFIX + "CONFIG"
 _CLIENT_VARIABLES: Final = {PREFIX + "TOKEN"}
 # Kubernetes puts such variables into every container of a namespace that has a service of the name hicache.
 _LINKS: Final = re.compile(PREFIX + r"(?:SERVICE_HOST|SERVICE_PORT(?:_\w+)?|PORT(?:_\d+_\w+)?)")
-_LARGEST_FILE: Final = 2**20
 _SECRET: Final = re.compile(r"password|secret|token|credential|passphrase", re.IGNORECASE)
 _SECRET_PARAMETER: Final = re.compile(r"([?&][^=&]*(?:password|secret|token|credential)[^=&]*=)[^&]*", re.IGNORECASE)
 
@@ -231,14 +230,7 @@ class _Merged:
 
 
 def _read(path: str) -> dict[str, Any]:
-    try:
-        with Path(path).open("rb") as file:
-            data = file.read(_LARGEST_FILE + 1)
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"configuration file {path!r:.200} cannot be read: {reason}") from None
-    if len(data) > _LARGEST_FILE:
-        raise ConfigError(f"configuration file {path!r:.200} is larger than 1 MiB: that is none")
+    data = read_file(f"configuration file {path!r:.200}", path)
     try:
         return tomllib.loads(data.decode("utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

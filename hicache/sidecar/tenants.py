@@ -23,6 +23,7 @@ from hicache.config import READ_WRITE, Config, Quota, Right, Size, TenantRule
 from hicache.errors import ConfigError, PermissionDenied, Unauthenticated
 from hicache.rpc.address import Address
 from hicache.rpc.service import Caller, Peer
+from hicache.sidecar.files import read_open
 
 __all__ = ["Authenticator", "TokenFile", "TokenTable", "read_tokens"]
 
@@ -31,7 +32,6 @@ _log = logging.getLogger("hicache.sidecar")
 SHORTEST_TOKEN: Final = 16
 """Characters below which a token can be guessed."""
 
-_LARGEST_FILE: Final = 2**20
 _DIGEST: Final = re.compile(r"[0-9a-fA-F]{64}")
 
 
@@ -255,12 +255,9 @@ def _read_private(path: str) -> bytes:
         if status.st_uid not in (os.geteuid(), 0):
             raise ConfigError(f"{shown} belongs to uid {status.st_uid}: chown it to uid {os.geteuid()}, the service's")
         with os.fdopen(descriptor, "rb", closefd=False) as file:
-            data = file.read(_LARGEST_FILE + 1)
+            return read_open(shown, file)
     finally:
         os.close(descriptor)
-    if len(data) > _LARGEST_FILE:
-        raise ConfigError(f"{shown} is larger than 1 MiB: that is none")
-    return data
 
 
 def _parse(kind: Any, given: Any) -> Any:
