@@ -14,7 +14,9 @@ import pytest
 import hicache
 from hicache.core.arenas import ArenaPlan, Run
 from hicache.cuda import CudaDevicePool, CudaOptions
+from hicache.cuda.engine import CudaCopyEngine
 from hicache.cuda.pinned import HostPins, PinnedHostPool, host_parts, rank_parts
+from hicache.cuda.runs import HostPart
 from hicache.errors import CacheClosed, ConfigError
 from hicache.memory.arena import Arena, MappedArena
 from hicache.memory.host import MmapHostPool
@@ -173,6 +175,25 @@ def test_what_another_rank_writes_is_pinned_for_reading() -> None:
         assert cuda.registered == {part.address: size}
         assert not HostPins(FakeCuda()).pin(part.address, size, "theirs")
         pages.close()
+        theirs.close()
+
+
+def test_copies_from_memory_that_another_rank_writes_have_it_pinned() -> None:
+    arena = Arena(4, 4096)
+    with contextlib.closing(arena):
+        theirs = MappedArena(os.dup(arena.fd), 4, 4096, size=arena.size, writable=False)
+        cuda = FakeCuda(memory=1 << 22)
+        pool = pool_on(cuda, pinned="require")
+        part = HostPart(theirs.rows.ctypes.data, 4, 4096, (Run(0, 0, pool.page_bytes),), writes=False)
+        engine = CudaCopyEngine(pool, None, parts=(part,))
+        assert engine.statistics().pinned.pinned
+        arena.rows[2, : pool.page_bytes] = 7
+        copy = engine.host_to_device(np.array([2]), np.array([5]), done=lambda _: None)
+        assert copy.wait(10.0)
+        assert (pool.read_page(5) == 7).all()
+        assert engine.close(10.0) == 0
+        assert not cuda.registered
+        pool.close()
         theirs.close()
 
 
