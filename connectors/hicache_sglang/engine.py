@@ -130,14 +130,15 @@ class HiCacheStorageBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is 
 
     def _current(self) -> Opened | None:
         """What is open, as far as it is that of the weights that the engine has now. One thread opens, others miss."""
-        if self._opened is None:
+        opened = self._opened
+        if opened is None:
             return self._opened_late()
         if served_weights() == self._weights:
-            return self._opened
+            return opened
         if not self._opening.acquire(blocking=False):
             return None
         try:
-            if self._opened is not None and served_weights() != self._weights:
+            if self._opened is opened and served_weights() != self._weights:
                 self._try(self._open)
         finally:
             self._opening.release()
