@@ -70,6 +70,39 @@ def test_a_tensor_needs_no_copy_of_a_page_either(served: ServedApp) -> None:
         assert tensors[0].view(torch.uint8).eq(7).all()
 
 
+def test_whoever_copies_by_himself_is_lent_slots_and_says_what_he_wrote(served: ServedApp) -> None:
+    """As a device does; the service gives none of them to others before the loan is closed."""
+    with hicache.connect(served.address, NAMESPACE) as cache:
+        memory, tokens = cache.host.memory, prompt(2, 12)
+        assert memory is not None
+        with cache.request(tokens, logits=False) as request:
+            assert request.lend(0, 3) is None
+            request.allocate()
+            with pytest.raises(InvalidInput, match="was never written"):
+                request.commit()
+            loan = request.lend(0, 9, write=True)
+            assert loan is not None
+            with loan:
+                assert loan.memory is memory
+                assert loan.good() == len(loan.slots) == 3
+                for page, slot in enumerate(loan.slots):
+                    memory.pages.write_page(int(slot), np.full(SIZE, page, np.uint8))
+                loan.wrote(3)
+            request.commit()
+        with cache.request(tokens, logits=False) as request:
+            request.load()
+            with pytest.raises(InvalidInput, match="read only"):
+                request.lend(0, 3, write=True)
+            with pytest.raises(InvalidInput, match="first=-1"):
+                request.lend(-1, 3)
+            loan = request.lend(1, 2)
+            assert loan is not None
+            with loan:
+                assert [int(memory.pages.read_page(int(slot))[0]) for slot in loan.slots] == [1, 2]
+        with pytest.raises(CacheClosed):
+            request.lend(0, 3)
+
+
 # ---- pages that were never written
 
 

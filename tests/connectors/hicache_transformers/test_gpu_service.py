@@ -193,8 +193,8 @@ def test_layers_go_down_while_the_next_are_computed_and_count_when_all_have_come
         hook.remove()
     assert begun[0] == 1
     assert seen[:2] == [0, 10]
-    assert cache.statistics().stored_pages == 12
     assert quiet(cache, window)
+    assert cache.statistics().stored_pages == 12
 
 
 @pytest.mark.parametrize("when", ["first layer", "last layer", "second token"])
@@ -251,11 +251,15 @@ def test_pages_that_do_not_come_are_computed(model: Any, on_gpu: Any, way: str) 
     assert quiet(cache, window)
 
 
-def test_pages_that_cannot_be_copied_down_are_not_shown(model: Any, on_gpu: Any) -> None:
+def test_pages_that_cannot_be_copied_down_are_not_shown(
+    model: Any, on_gpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of which a single layer is lacking, and those behind it."""
+    monkeypatch.setattr("hicache_transformers.writers.STEP_BYTES", 1)
     cuda = ModelCuda()
     cache, window = on_gpu(cuda)
     expected = model.generate(prompt())
-    cuda.fail("memcpy_batch_async", "cudaErrorInvalidValue", 1)  # the step, and then the fourth of its pages
+    cuda.fail("memcpy_batch_async", "cudaErrorInvalidValue", 1, after=1)  # layer 1, and then the fourth of its pages
     cuda.fail("memcpy_batch_async", "cudaErrorInvalidValue", 1, after=3)
     assert torch.equal(cache.generate(prompt()), expected)
     assert quiet(cache, window)
@@ -374,8 +378,13 @@ def test_threads_on_streams_of_their_own(model: Any, on_gpu: Any) -> None:
 def test_clearing_takes_what_is_under_way_too(model: Any, on_gpu: Any) -> None:
     cuda = ModelCuda()
     cache, window = on_gpu(cuda)
+    gate = cuda.gate(cuda.default)
     cache.generate(prompt())
-    cache.clear()
+    clearing = threading.Thread(target=cache.clear)
+    clearing.start()
+    clearing.join(0.05)
+    gate.open()
+    clearing.join()
     assert held(cache, prompt()) == []
     assert quiet(cache, window)
 

@@ -107,6 +107,24 @@ def test_it_tells_how_pages_moved_and_what_moves_them(memory: Memory, host: Mmap
     assert {name.split()[1] for name in found.tables} == {"up", "down"}
 
 
+def test_layers_go_down_one_by_one_and_a_page_counts_with_its_last(memory: Memory, host: MmapHostPool) -> None:
+    engine = memory.engine(host)
+    pool, before = memory.pools[-1], host.pages.copy()
+    for slot in (2, 5):
+        pool.write_page(slot, np.full(host.page_bytes, slot, np.uint8))
+    layers = pool.layers
+    for layer in range(layers):
+        told = Told()
+        copy = engine.device_to_host(slots(2, 5), slots(1, 0), ready=READY, done=told.done, layers=(layer, layer + 1))
+        assert copy.wait(LIMIT)
+        assert told.results == [[PageResult.OK] * 2]
+        assert engine.statistics().pages_device_to_host == (2 if layer + 1 == layers else 0)
+        assert (host.pages[1] == 2).sum() < host.page_bytes or layer + 1 == layers
+    assert (host.pages[1] == 2).all()
+    assert (host.pages[0] == 5).all()
+    assert (host.pages[2:] == before[2:]).all()
+
+
 def test_a_copy_without_pages_ends_too(memory: Memory, host: MmapHostPool) -> None:
     engine, told = memory.engine(host), Told()
     assert engine.host_to_device(slots(), slots(), done=told.done).wait(LIMIT)
