@@ -251,8 +251,11 @@ def test_ranks_store_their_parts(engines: Engines) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("service")
 @pytest.mark.parametrize("layer", [0, LAYERS - 1])
-def test_a_step_that_is_aborted_publishes_nothing(engines: Engines, layer: int) -> None:
+def test_a_step_that_is_aborted_publishes_nothing(
+    engines: Engines, layer: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The model raises in one of its layers: what was copied by then is dropped, and stored when it was computed."""
+    monkeypatch.setattr("hicache_vllm.early.STEP_BYTES", 1)  # each layer at once
     engine = engines(layerwise_stores="on")
     engine.raises = layer
     request = engine.add(small(11, 43))
@@ -270,8 +273,9 @@ def test_a_step_that_is_aborted_publishes_nothing(engines: Engines, layer: int) 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("service")
-def test_layers_that_stop_calling_publish_nothing(engines: Engines) -> None:
+def test_layers_that_stop_calling_publish_nothing(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
     """A release that is not known calls for some layers only: pages are stored behind the step, as ever."""
+    monkeypatch.setattr("hicache_vllm.early.STEP_BYTES", 1)  # each layer at once
     engine = engines(layerwise_stores="on")
     engine.computing = lambda layer: setattr(engine, "hooks", layer < 1)
     engine.generate(small(12, 43))

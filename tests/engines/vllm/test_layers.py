@@ -38,8 +38,8 @@ def objects(folder: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"max_num_batched_tokens": 96, "enable_chunked_prefill": True}, {"async_scheduling": True}],
-    ids=["one step", "chunks", "scheduled ahead"],
+    [{}, {"max_num_batched_tokens": 96, "enable_chunked_prefill": True}],
+    ids=["one step", "chunks"],
 )
 def test_pages_are_those_that_whole_stores_write(
     engines: Engines, expected: Expected, tmp_path: Path, options: dict[str, Any]
@@ -96,7 +96,7 @@ def test_ranks(engines: Engines, expected: Expected) -> None:
 def test_loads_and_stores_of_one_step(engines: Engines, expected: Expected) -> None:
     """A step waits for its pages layer by layer, and stores what it adds in the same way."""
     prompt = prompt_of(740, 600)
-    engine = engines(EARLY | {"load": "sync"}, async_scheduling=False)
+    engine = engines(EARLY | {"load": "sync"})
     engine.generate(prompt[:300])
     settled(engine)
     (answer,) = engine.generate(prompt)
@@ -107,9 +107,12 @@ def test_loads_and_stores_of_one_step(engines: Engines, expected: Expected) -> N
     assert not engine.said("computed without waiting")
 
 
-def test_an_engine_that_schedules_ahead_does_not_wait(engines: Engines, expected: Expected) -> None:
-    prompt = prompt_of(750, 300)
-    engine = engines({"host": "64MiB", "load": "sync"}, async_scheduling=True)
-    engine.generate(prompt)
-    hits(engine, [prompt], expected)
+def test_stages_schedule_ahead(engines: Engines, expected: Expected) -> None:
+    """Two pipeline stages, each with its layers; no step waits for a load, as the next one is scheduled already."""
+    prompts = [prompt_of(750, 300), prompt_of(751, 500)]
+    extra = EARLY | {"load": "sync", "layer_partition": 2}
+    engine = engines(extra, processes=True, pipeline_parallel_size=2, max_num_batched_tokens=128)
+    assert [answer.new for answer in engine.generate(*prompts)] == [expected(prompt) for prompt in prompts]
+    assert stored_early(engine) > 0
+    hits(engine, prompts, expected)
     assert engine.said('"load": "sync" is "async" here')
