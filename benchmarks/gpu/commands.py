@@ -21,7 +21,7 @@ _TESTS: Final = (
     "tests/unit/cuda",
     "tests/property/test_cuda_ordering.py",
     "tests/unit/memory/test_device.py",
-    "tests/connectors/hicache_transformers/test_gpu.py",
+    "tests/connectors/hicache_transformers",
 )
 """All that have tests marked `gpu`. Where transformers is missing, the last says so and the others go on."""
 _TEST_SECONDS: Final = 45

@@ -120,11 +120,12 @@ def test_addresses_have_63_bits(cuda: FakeCuda, number: int) -> None:
 def test_batches_take_pythons_own_integers_only(cuda: FakeCuda) -> None:
     """An array's numbers have a buffer, so the bindings would take where they lie for the address."""
     device, host, stream = cuda.malloc(64), cuda.host_alloc(64), cuda.stream()
-    for runs in (
+    of_arrays: Any = (
         ([np.int64(device)], [host], [64]),
         ([device], list(np.array([host])), [64]),
         ([device], [host], [np.int64(64)]),
-    ):
+    )
+    for runs in of_arrays:
         with pytest.raises(CudaError, match=r"cudaMemcpyBatchAsync: TypeError \(-1\)"):
             cuda.memcpy_batch_async(*runs, stream)
     for runs in (([], [], []), ([device], [host], [0]), ([device], [host, host], [8])):
