@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from conftest import prompt_of, settled
+from test_kinds import WARM
 from vllm_engine import PAGE, Engine
 
 Engines = Callable[..., Engine]
@@ -111,7 +112,7 @@ def test_stages_schedule_ahead(engines: Engines, expected: Expected) -> None:
     """Two pipeline stages, each with its layers; no step waits for a load, as the next one is scheduled already."""
     prompts = [prompt_of(750, 300), prompt_of(751, 500)]
     extra = EARLY | {"load": "sync", "layer_partition": 2}
-    engine = engines(extra, processes=True, pipeline_parallel_size=2, max_num_batched_tokens=128)
+    engine = engines(extra, processes=True, pipeline_parallel_size=2, max_num_batched_tokens=128, **WARM)
     assert [answer.new for answer in engine.generate(*prompts)] == [expected(prompt) for prompt in prompts]
     assert stored_early(engine) > 0
     hits(engine, prompts, expected)
