@@ -259,7 +259,7 @@ def test_memory_out_of_reach_has_its_buffers_before() -> None:
     pages = ours.store(1, [Run(2, 0, 2)])
     ours.load(pages, [Run(4, 0, 2)])
     assert [cuda.calls.get(name, 0) for name in MADE] == before
-    assert torch.equal(given[0][4], given[0][2])
+    assert torch.equal(given[0][4].view(torch.int16), given[0][2].view(torch.int16))  # some are no numbers
     ours.close()
 
 
