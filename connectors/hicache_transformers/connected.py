@@ -80,8 +80,7 @@ class ConnectedGpuPages:
         self.keeper.flush()
 
     def clear(self, whose: Separation) -> None:
-        """See `PageSource`."""
-        self.keeper.flush()  # else what is under way would be there afterwards
+        """See `PageSource`. What is under way is not there afterwards either: the service knows that it is older."""
         self.cache.clear(adapter=whose.adapter, salt=whose.salt)
 
     def close(self) -> None:

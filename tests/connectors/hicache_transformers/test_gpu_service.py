@@ -158,6 +158,7 @@ def test_the_first_layer_is_computed_while_the_last_is_on_its_way(
     assert quiet(cache, window)
 
 
+@pytest.mark.case("RACE-2")
 def test_layers_go_down_while_the_next_are_computed_and_count_when_all_have_come(
     model: Any, on_gpu: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,6 +198,7 @@ def test_layers_go_down_while_the_next_are_computed_and_count_when_all_have_come
     assert cache.statistics().stored_pages == 12
 
 
+@pytest.mark.case("LEAK-1")
 @pytest.mark.parametrize("when", ["first layer", "last layer", "second token"])
 def test_a_call_that_is_broken_off_leaves_nothing(model: Any, on_gpu: Any, when: str) -> None:
     """What was computed of the prompt to its end counts; of a half nothing does."""
@@ -272,6 +274,7 @@ def test_pages_that_cannot_be_copied_down_are_not_shown(
     assert len(held(cache, prompt())) == 10
 
 
+@pytest.mark.case("RACE-1")
 @pytest.mark.parametrize("way", ["generate", "prefix"])
 def test_pages_that_the_service_took_back_are_not_used(
     model: Any, on_gpu: Any, monkeypatch: pytest.MonkeyPatch, way: str
@@ -385,6 +388,7 @@ def test_clearing_takes_what_is_under_way_too(model: Any, on_gpu: Any) -> None:
     clearing.join(0.05)
     gate.open()
     clearing.join()
+    cache.flush()
     assert held(cache, prompt()) == []
     assert quiet(cache, window)
 
@@ -411,3 +415,19 @@ def test_settings_and_a_service_that_is_not_there(model: Any, service: ServedApp
     with pytest.raises(Exception, match="nothing"):
         on_gpu(cuda, address="unix:///nothing/there.sock", timeout=0.1)
     assert not cuda.registered
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["64KiB", 5])
+def test_on_a_real_gpu(tiny_model: Any, on_cpu: Any, device: Any) -> None:
+    """What the fake is for, there: straight from the service's memory, layer by layer, or in pieces."""
+    model = tiny_model().cuda()
+    cache = on_cpu(model, device=device)
+    assert isinstance(cache._source, ConnectedGpuPages)
+    asked = [prompt(seed=10 + number, tokens=30 + number).cuda() for number in range(3)]
+    for ids in asked * 3:
+        assert torch.equal(cache.generate(ids), model.generate(ids))
+        cache.flush()
+    assert cache.statistics().reused_tokens == 6 * 28
+    assert not cache.statistics().failures
+    assert quiet(cache, cache._source.window)
