@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import logging
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -241,6 +243,29 @@ def test_memory_of_a_direct_copy_without_an_end_is_kept(made: Made, caplog: pyte
         made.pool.gather(np.array([1]), made.host, np.array([0]))
     assert KEPT[before:] == [made.host]
     assert "host memory of a copy whose end is not known: kept until this process ends" in caplog.text
+
+
+def test_nothing_is_collected_while_a_copy_is_in_it_and_all_of_it_once_it_is_closed() -> None:
+    """Whoever forgets a pool, its host pool and its engine: they live until the copy has ended and they are closed."""
+    one = Made()
+    gate = one.cuda.gate(one.cuda.default)
+    copy, pool, first, cuda = one.copy_up(1), one.pool, one.host.page(1).copy(), one.cuda
+    forgotten = [weakref.ref(part) for part in (one.engine, one.host)]
+    del one
+    gc.collect()
+    engine, host = (part() for part in forgotten)
+    assert isinstance(engine, CudaCopyEngine)
+    assert isinstance(host, MmapHostPool)
+    gate.open()
+    assert copy.wait(LIMIT)
+    assert np.array_equal(pool.read_page(1), first)
+    assert engine.close(LIMIT) == 0
+    host.close()
+    pool.close()
+    assert not cuda.registered
+    del engine, host
+    gc.collect()
+    assert [part() for part in forgotten] == [None, None]
 
 
 def test_a_forked_child_leaves_everything_to_its_parent(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
