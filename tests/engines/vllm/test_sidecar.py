@@ -140,6 +140,7 @@ def test_service_that_is_killed_while_it_is_used(engines: Engines, service: Serv
     begun = time.monotonic()
     engine.generate(*prompts)
     computed = time.monotonic() - begun
+    reasons: Counter[str] = Counter()
     for turn in range(6):
         assert engine.reset()
         before = missed(engine)
@@ -152,8 +153,8 @@ def test_service_that_is_killed_while_it_is_used(engines: Engines, service: Serv
         assert [one["new"] for one in found] == [expected(prompt) for prompt in prompts], turn
         service.start()
         connected(engine, True)
-        reasons = missed(engine) - before
-        assert reasons["unaligned_tail"] < reasons.total()
+        reasons += missed(engine) - before
+    assert reasons["unaligned_tail"] < reasons.total()  # the later the service dies, the fewer pages are missed
 
 
 def test_service_that_freezes_costs_a_budget(engines: Engines, service: Service, expected: Expected) -> None:
