@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-_SHOWN: Final = {"bandwidth": "rows", "overlap": "hidden", "replay": "runs"}
+_SHOWN: Final = {"tests": "rows", "sanitizer": "rows", "bandwidth": "rows", "overlap": "hidden", "replay": "runs"}
 """What a part's result has where it came so far that there is something to show."""
 
 
@@ -25,7 +25,8 @@ def report(results: dict[str, dict[str, Any]]) -> str:
     lines += ["", "| part | | seconds |", "|---|---|---|"]
     for name, one in results.items():
         lines.append(f"| {name} | {_outcome(one)} | {one['seconds']:.0f} |")
-    for name, make in (("bandwidth", _bandwidth), ("overlap", _overlap), ("replay", _replay)):
+    shown = {"tests": _tests, "sanitizer": _sanitizer, "bandwidth": _bandwidth, "overlap": _overlap, "replay": _replay}
+    for name, make in shown.items():
         if name in results and _SHOWN[name] in results[name]:
             lines += ["", f"## {name.capitalize()}", "", *make(results[name])]
     return "\n".join(lines) + "\n"
@@ -35,6 +36,22 @@ def _outcome(part: dict[str, Any]) -> str:
     if part["ok"]:
         return "ok"
     return f"{'NOT RUN' if part.get('not_run') else 'FAILED'} {part.get('error', '')}".rstrip()
+
+
+def _tests(part: dict[str, Any]) -> list[str]:
+    lines = ["| tests marked gpu in | |", "|---|---|"]
+    for row in part["rows"]:
+        counts = ", ".join(f"{count} {word}" for word, count in row.get("counts", {}).items())
+        said = f"not run: {row['left_out']}" if "left_out" in row else counts or row.get("error", "")
+        lines.append(f"| {', '.join(row['paths'])} | {said} |")
+    return lines
+
+
+def _sanitizer(part: dict[str, Any]) -> list[str]:
+    lines = ["| tool | |", "|---|---|"]
+    return lines + [
+        f"| {row['tool']} | {row.get('error') or row['summary'].strip('= ') or 'ok'} |" for row in part["rows"]
+    ]
 
 
 def _bandwidth(part: dict[str, Any]) -> list[str]:

@@ -196,9 +196,24 @@ def test_the_tests_that_it_runs_are_all_that_need_a_gpu(check: Any, repository: 
         if "pytest.mark.gpu" in file.read_text(encoding="utf-8") and file != Path(__file__)
     }
     assert marked
-    for path in check.commands._TESTS:
+    paths = tuple(path for _, run in check.commands._TESTS for path in run)
+    for path in paths:
         assert any(name.startswith(path) for name in marked), f"{path}: nothing there needs a GPU"
-    assert not [name for name in marked if not name.startswith(check.commands._TESTS)]
+    assert not [name for name in marked if not name.startswith(paths)]
+
+
+def test_tests_whose_packages_are_missing_are_left_out_and_one_run_does_not_end_the_others(
+    check: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = (((), ("tests/nothing",)), (("no_such_package",), ("tests/unit",)), ((), ("tests/nothing_else",)))
+    monkeypatch.setattr(check.commands, "_TESTS", runs)
+    found = check.commands.tests(SimpleNamespace(fake=True), 60.0)
+    assert not found["ok"]
+    assert found["error"] == (
+        "tests/nothing: ERROR: file or directory not found: tests/nothing; "
+        "tests/nothing_else: ERROR: file or directory not found: tests/nothing_else"
+    )
+    assert [row.get("left_out") for row in found["rows"]] == [None, "no no_such_package here", None]
 
 
 @pytest.mark.skipif(has_gpu(), reason="a GPU is here")
