@@ -13,11 +13,13 @@ import torch
 from transformers_gpu import ModelCuda, Overlapped, prompt, window_on
 
 from hicache.config import Config, Drain, Host, Listen, Size
+from hicache.cuda.kept import KEPT
 from hicache.errors import ConfigError
 from hicache.rpc.client.loans import Loan
 from hicache.testing.serving import ServedApp
 from hicache_transformers.cache import PrefixCache
 from hicache_transformers.connected import ConnectedGpuPages
+from hicache_transformers.gpurequest import GpuRequest
 from hicache_transformers.window import GpuWindow
 from hicache_transformers.writers import Writer
 
@@ -54,7 +56,7 @@ def on_gpu(
     yield opened
     for cache, cuda in made:
         cache.close()
-        assert not cuda.registered
+        assert bool(cuda.registered) is (cuda.timeline.broken is not None)
         assert not cuda.allocated
 
 
@@ -251,6 +253,25 @@ def test_pages_that_do_not_come_are_computed(model: Any, on_gpu: Any, way: str) 
     assert torch.equal(cache.generate(prompt()), expected)
     assert cache.statistics().reused_tokens == 40
     assert quiet(cache, window)
+
+
+@pytest.mark.parametrize("when", ["load", "store"])
+def test_a_gpu_that_fails_costs_no_token_and_what_it_may_still_write_to_is_kept(
+    model: Any, on_gpu: Any, request: pytest.FixtureRequest, when: str
+) -> None:
+    request.addfinalizer(KEPT.clear)  # as the process's end does
+    cuda = ModelCuda()
+    cache, _ = on_gpu(cuda)
+    expected = {seed: model.generate(prompt(seed=seed)) for seed in (1, 2)}
+    cache.generate(prompt())
+    cache.flush()
+    cuda.fail("work", "cudaErrorIllegalAddress", 700)
+    for seed in (1 if when == "load" else 2, 1):
+        assert torch.equal(cache.generate(prompt(seed=seed)), expected[seed])
+    cache.flush()
+    assert cache.statistics().failures
+    assert any(isinstance(kept, GpuRequest) for kept in KEPT)
+    assert cache.cache.state.open_leases == len([kept for kept in KEPT if isinstance(kept, GpuRequest)])
 
 
 def test_pages_that_cannot_be_copied_down_are_not_shown(
