@@ -155,10 +155,14 @@ def runs_of(case: Case, device: Device, host: Host) -> PageRuns:
     return PageRuns(case.page, regions, host.parts)
 
 
-def move(table: RunTable) -> None:
+def move(table: RunTable, device: Device, host: Host) -> None:
+    """Carry out a table, whose runs must not leave the memory in which they begin."""
+    memories = [(one.ctypes.data, one.ctypes.data + one.nbytes) for one in (*device.memory, *host.memories)]
     for source, target, length in zip(
         table.source.tolist(), table.destination.tolist(), table.length.tolist(), strict=True
     ):
+        for start in (source, target):
+            assert any(first <= start and start + length <= end for first, end in memories), "a run leaves its memory"
         ctypes.memmove(target, source, length)
 
 
@@ -220,7 +224,7 @@ def test_a_table_moves_exactly_the_rows_of_the_reference(case: Case, data: st.Da
         groups=groups,
         parts=np.tile(np.arange(case.parts), count) if case.parts > 1 else None,
     )
-    move(table)
+    move(table, device, host)
     assert table.total == count * page.page_bytes * len(wanted[0]) * len(wanted[1]) // (page.layers * page.head_groups)
     assert all(np.array_equal(a, b) for a, b in zip(device.memory, expected_device, strict=True))
     assert all(np.array_equal(a, b) for a, b in zip(host.memories, expected_host, strict=True))
@@ -247,9 +251,9 @@ def test_tables_of_few_runs_are_the_same_copy(case: Case, most: int) -> None:
     assert sum(table.total for table in tables) == SLOTS * case.page.page_bytes
     for table in tables:
         assert len(table) <= max(most, case.parts * runs.runs_per_page())
-        move(table)
+        move(table, device, host)
     done = [memory.copy() for memory in host.memories]
     for memory in host.memories:
         memory[:] = POISON
-    move(runs.table(slots, of_host, to_device=False, parts=parts))
+    move(runs.table(slots, of_host, to_device=False, parts=parts), device, host)
     assert all(np.array_equal(a, b) for a, b in zip(done, host.memories, strict=True))
