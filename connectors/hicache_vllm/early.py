@@ -20,6 +20,7 @@ from hicache.rpc.client.group import JoinedRequest
 from hicache_vllm.compat import Forward
 from hicache_vllm.copier import Copier
 from hicache_vllm.plans import Store
+from hicache_vllm.tensors import PagesAtRiskError
 
 __all__ = ["EarlyStores", "LayerCopy", "LayerTensors"]
 
@@ -81,6 +82,10 @@ class Ends(Protocol):
 
     def over(self, store: Store, pages: int) -> None:
         """So many pages, from the first on, are there; nothing reads its blocks any more."""
+        ...
+
+    def risk(self, store: Store) -> None:
+        """Instead of `over`: a failed device may still write its pages, so the service must not get them back."""
         ...
 
 
@@ -187,16 +192,29 @@ class _Early:
 
     def finish(self, *, good: bool) -> None:
         """Wait for the copies, and publish what is right."""
-        pages = 0
         try:
-            good = good and not self._failed
-            written = 0 if self._copy is None else self._copy.finish(good=good)
-            if good and self._joined is not None and self._ready is not None:
-                if written is None:
-                    self._ready()
-                    written = self._ends.whole(self._joined, self.store)
-                pages = self._ends.publish(self._joined, self.store, written)
-        finally:
+            pages = self._publish(good=good)
+        except PagesAtRiskError:
+            self._ends.risk(self.store)
+            raise
+        except BaseException:
+            self._end(0)
+            raise
+        self._end(pages)
+
+    def _publish(self, *, good: bool) -> int:
+        good = good and not self._failed
+        written = 0 if self._copy is None else self._copy.finish(good=good)
+        if not good or self._joined is None or self._ready is None:
+            return 0
+        if written is None:
+            self._ready()
+            written = self._ends.whole(self._joined, self.store)
+        return self._ends.publish(self._joined, self.store, written)
+
+    def _end(self, pages: int) -> None:
+        try:
             if self._joined is not None:
                 self._joined.close()
+        finally:
             self._ends.over(self.store, pages)

@@ -25,7 +25,7 @@ from hicache.rpc.client.loans import Loan
 from hicache.rpc.client.memory import SharedPages
 from hicache.units import format_size
 from hicache_vllm.layouts import ROWS, Layout, PageForm, Run
-from hicache_vllm.tensors import Bytes, Wait, integers
+from hicache_vllm.tensors import Bytes, PagesAtRiskError, Wait, integers
 
 __all__ = ["GpuTensors"]
 
@@ -117,7 +117,7 @@ class GpuTensors:
             else:
                 usable = loan.good()
                 copy = self._blocks.store(loan.memory, loan.slots[:usable], blocks[: usable * per_page], behind=behind)
-                copy.wait(None)
+                _wait_for([copy])
                 written = min(right_slots(copy) // per_page, loan.good())
                 loan.wrote(written)
                 return written
@@ -255,14 +255,27 @@ class GpuLayers:
         if loan is None:
             return None
         with loan:
-            for copy in self._copies:
-                copy.wait(None)
+            _wait_for(self._copies)
             if not self._reached:
                 return None
             right = min((right_slots(copy) for copy in self._copies), default=0) // self._per_page
             written = min(right, loan.good()) if good else 0
             loan.wrote(written)
         return written
+
+
+def _wait_for(copies: Sequence[CudaCopy]) -> None:
+    """Wait for copies into the service's pages.
+
+    Raises:
+        PagesAtRiskError: one of them has no end.
+    """
+    for copy in copies:
+        copy.wait(None)
+    if any(copy.stranded for copy in copies):
+        raise PagesAtRiskError(
+            "the GPU has failed under a copy: the pages that it wrote stay taken until this engine ends"
+        )
 
 
 def _told(statistics: CudaCopyStatistics) -> str:

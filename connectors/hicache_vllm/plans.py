@@ -99,6 +99,7 @@ class Report:
         refused: why a worker reads and writes nothing; empty while all do.
         lost: of loads of which blocks did not come, how many those are, by job: the last ones, on this worker.
         unstored: of early stores that came to nothing, index of the first page that is not there, by job.
+        at_risk: jobs whose pages a failed device may still write: their leases must not end.
     """
 
     done: Counter[int] = field(default_factory=Counter)
@@ -106,9 +107,10 @@ class Report:
     refused: str = ""
     lost: dict[int, int] = field(default_factory=dict)
     unstored: dict[int, int] = field(default_factory=dict)
+    at_risk: set[int] = field(default_factory=set)
 
     def __bool__(self) -> bool:
-        return bool(self.done or self.audited or self.refused or self.lost or self.unstored)
+        return bool(self.done or self.audited or self.refused or self.lost or self.unstored or self.at_risk)
 
     def add(self, other: Report) -> None:
         """Take another worker's report in."""
@@ -118,4 +120,5 @@ class Report:
             self.lost[job] = max(self.lost.get(job, 0), blocks)
         for job, page in other.unstored.items():
             self.unstored[job] = min(self.unstored.get(job, page), page)
+        self.at_risk |= other.at_risk
         self.refused = self.refused or other.refused

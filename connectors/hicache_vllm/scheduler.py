@@ -214,13 +214,7 @@ class SchedulerSide:
             return
         if report.refused and not self._finder.off:
             self.refuse(report.refused)
-        for job, blocks in report.lost.items():
-            self._lost[job] = max(self._lost.get(job, 0), blocks)
-        for job, page in report.unstored.items():
-            self._stores.lacks(job, page)
-        for job in report.lost:
-            if job in self._loading:
-                self._stores.spoil(bad, self._loading[job])
+        self._note_failures(report, bad)
         for job, count in report.done.items():
             self._done[job] += count
             if self._done[job] < self._workers:
@@ -236,6 +230,16 @@ class SchedulerSide:
             self._counters.add("audited_pages", outcome, pages)
         if report.audited["different"]:
             self._withdraw()
+
+    def _note_failures(self, report: Report, bad: frozenset[int]) -> None:
+        for job, page in report.unstored.items():
+            self._stores.lacks(job, page)
+        for job in report.at_risk:
+            self._stores.risk(job)
+        for job, blocks in report.lost.items():
+            self._lost[job] = max(self._lost.get(job, 0), blocks)
+            if job in self._loading:
+                self._stores.spoil(bad, self._loading[job])
 
     def _loaded(self, tracked: Tracked, lost: int) -> None:
         """A load has ended, without the last so many of its blocks."""

@@ -66,6 +66,7 @@ class Stores:
         self._counters = counters
         self._residency = residency
         self._works: dict[int, Saving | Early | Auditing] = {}
+        self._at_risk: dict[int, Saving | Early | Auditing] = {}
         self._ended: dict[str, Tracked] = {}
         self._kept: list[str] = []
         self._ready = threading.Event()
@@ -171,9 +172,10 @@ class Stores:
             return
         if work.reason:
             self._counters.failed(f"store: {work.reason}", work.pages)
-        work.end(aborted=bool(work.reason))
         tracked = work.tracked
-        self._residency.came(tracked.scope, work.hashes, tracked.block_hashes)
+        if job not in self._at_risk:
+            work.end(aborted=bool(work.reason))
+            self._residency.came(tracked.scope, work.hashes, tracked.block_hashes)
         tracked.works.discard(job)
         self._settle(tracked)
 
@@ -182,6 +184,11 @@ class Stores:
         if self._ended.get(tracked.id) is tracked and not tracked.works and not self._save_rest(tracked):
             del self._ended[tracked.id]
             self._kept.append(tracked.id)
+
+    def risk(self, job: int) -> None:
+        """A failed device may still write pages of a store: its lease is kept for as long as this process lives."""
+        if job in self._works:
+            self._at_risk[job] = self._works[job]
 
     def lacks(self, job: int, page: int) -> None:
         """A worker has not stored the pages of an early store from this index on."""

@@ -10,20 +10,37 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from hicache.errors import ConfigError
+from hicache.errors import ConfigError, HicacheError
 from hicache_vllm.layouts import Layout, PageForm, Run, runs_of
 
 if TYPE_CHECKING:
     from hicache.rpc.client.group import JoinedRequest
     from hicache.rpc.client.memory import SharedPages
 
-__all__ = ["Bytes", "DirectTensors", "HostTensors", "KVTensors", "Wait", "integers", "made_of", "ordered"]
+__all__ = [
+    "Bytes",
+    "DirectTensors",
+    "HostTensors",
+    "KVTensors",
+    "PagesAtRiskError",
+    "Wait",
+    "integers",
+    "made_of",
+    "ordered",
+]
 
 _log = logging.getLogger("vllm.hicache")
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 _NUMBER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
+
+
+class PagesAtRiskError(HicacheError):
+    """A device has failed under copies into the service's pages: nobody can tell whether their bytes still move.
+
+    So the pages must not become anybody else's while this process lives.
+    """
 
 
 class KVTensors(Protocol):

@@ -23,7 +23,7 @@ from hicache_vllm.counters import Counters
 from hicache_vllm.early import EarlyStores, LayerTensors
 from hicache_vllm.layouts import runs_of
 from hicache_vllm.plans import Audit, Load, Report, StepPlan, Store
-from hicache_vllm.tensors import DirectTensors, KVTensors
+from hicache_vllm.tensors import DirectTensors, KVTensors, PagesAtRiskError
 from hicache_vllm.waits import LayerWaits
 
 __all__ = ["WorkerSide"]
@@ -188,6 +188,9 @@ class WorkerSide:
             try:
                 ready()
                 run(work)
+            except PagesAtRiskError:
+                self._risk(work)
+                raise
             finally:
                 self._end(work)
 
@@ -202,6 +205,10 @@ class WorkerSide:
             self._report.done[work.job] += 1
             if isinstance(work, Load) and not work.layerwise:
                 self._received.add(work.request)
+
+    def _risk(self, work: Load | Store | Audit) -> None:
+        with self._lock:
+            self._report.at_risk.add(work.job)
 
     def take_finished(self, *, idle: bool) -> tuple[set[str], set[str]]:
         """Requests whose blocks are not read any more, and requests whose pages have come or will not.
@@ -326,6 +333,12 @@ class WorkerSide:
         """See `early.Ends`."""
         self._stored(store, pages)
         self._counters.add("early_pages", count=pages)
+        self._end(store)
+        self._copier.notify()
+
+    def risk(self, store: Store) -> None:
+        """See `early.Ends`."""
+        self._risk(store)
         self._end(store)
         self._copier.notify()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,12 @@ from vllm_cuda import BATCH, EngineCuda, adopt
 from vllm_services import service_config, small
 from vllm_small_engine import SmallEngine
 
+import hicache_vllm.gpu
 import hicache_vllm.tensors
 from hicache.core.arenas import Run as ArenaRun
 from hicache.cuda.driver import CudaError
+from hicache.cuda.kept import KEPT
+from hicache.cuda.lanes import CudaCopy
 from hicache.errors import ConfigError, GeometryError
 from hicache.memory.rankpages import RankMemory, RankPages
 from hicache.testing.clients import until
@@ -26,7 +29,8 @@ from hicache.testing.serving import ServedApp
 from hicache_vllm.devices import DeviceTensors
 from hicache_vllm.gpu import GpuTensors
 from hicache_vllm.layouts import LAYOUTS, OPAQUE, ROWS, BlockShape, PageForm, Run
-from hicache_vllm.tensors import DirectTensors
+from hicache_vllm.saving import Early
+from hicache_vllm.tensors import DirectTensors, PagesAtRiskError
 
 Engines = Callable[..., SmallEngine]
 
@@ -337,3 +341,54 @@ def test_pages_that_are_not_there_whole_are_not_said_to_be(lost: int, good: bool
     assert layers.finish(good=good) == written
     assert shared.closed is (lost >= 0)
     ours.close()
+
+
+def test_pages_that_a_failed_gpu_may_still_write_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hicache.cuda.blocks._CLOSE_SECONDS", 0.05)
+    before = len(KEPT)
+    cuda = FakeCuda(memory=1 << 22, kernels=KERNELS)
+    given = [torch.zeros((6, 2, 4, 16), dtype=torch.bfloat16) for _ in range(2)]
+    adopt(cuda, given)
+    ours = GpuTensors(given, LAYOUTS["rows"], FORM, driver=cuda, options=BATCH)
+    shared = Shared(2)
+    layers = ours.by_layer(shared, 0, [4, 5, 1, 3])  # type: ignore[arg-type]
+    layers.copy(0, 1)
+    gate = cuda.gate(list(cuda.timeline.streams.values())[-1])
+    layers.copy(1, 2)
+    assert not layers._copies[-1].wait(0.05)
+    cuda.lose()
+    with pytest.raises(PagesAtRiskError):
+        layers.finish(good=True)
+    assert shared.written == []
+    gate.open()
+    cuda.finish()
+    ours.close()
+    del KEPT[before:]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("service")
+@pytest.mark.parametrize("early", ["on", "off"])
+def test_pages_at_risk_stay_with_their_lease(
+    cudas: list[EngineCuda], engines: Engines, monkeypatch: pytest.MonkeyPatch, early: str
+) -> None:
+    """The engine has its blocks again and goes on; of the service's pages nobody gets any, and none is published."""
+    engine = engines(layerwise_stores=early)
+    assert cudas
+
+    def lost(copies: Sequence[CudaCopy]) -> None:
+        for copy in copies:
+            copy.wait(None)
+        raise PagesAtRiskError("injected")
+
+    monkeypatch.setattr(hicache_vllm.gpu, "_wait_for", lost)
+    tokens = small(1, 43)
+    engine.generate(tokens)
+    engine.generate(tokens)
+    assert engine.external == 0
+    assert engine.free_blocks == 63
+    kept = engine.scheduler._scheduler._stores._at_risk
+    assert kept
+    for work in kept.values():
+        lease = work._ahead.lookup._request if isinstance(work, Early) else work._lease
+        assert not lease.closed
