@@ -16,6 +16,7 @@ from hicache_vllm.counters import Counters
 from hicache_vllm.events import PageFeed
 from hicache_vllm.fitting import fit
 from hicache_vllm.guard import complain, guarded
+from hicache_vllm.logs import adopt_logs
 from hicache_vllm.metrics import HiCacheMetrics, HiCacheStats
 from hicache_vllm.plans import Report, StepPlan
 from hicache_vllm.scheduler import SchedulerSide
@@ -51,6 +52,7 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         self._connected: bool | None = None
         self._feed: PageFeed | None = None
         worker = role is KVConnectorRole.WORKER
+        adopt_logs()
         if MISFITS:
             self._disable(
                 f"the connector interface of this vLLM has changed: {'; '.join(MISFITS)}: upgrade hicache, or use vLLM "

@@ -5,6 +5,7 @@ It ends with its standard input, so with the engine's process, whatever happens 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import subprocess
@@ -20,7 +21,7 @@ from hicache.errors import ConfigError
 from hicache.rpc.client.options import Backoff
 from hicache_vllm.settings import Settings
 
-__all__ = ["PrivateService", "private_address"]
+__all__ = ["PrivateService", "private_address", "refuses"]
 
 _log = logging.getLogger("vllm.hicache")
 
@@ -32,6 +33,12 @@ _HEALTHY_SECONDS: Final = 10.0
 
 _SOCKET: Final = "hicache.sock"
 
+_REFUSED: Final = "refused"
+"""In the folder of the socket: says to all processes of an engine that no service will come."""
+
+_WRONG_SETTINGS: Final = 2
+"""Exit code of `hicache serve` whose settings cannot work."""
+
 
 def private_address(engine: str) -> str:
     """Where the private service of an engine listens: every process of the engine computes the same."""
@@ -39,8 +46,15 @@ def private_address(engine: str) -> str:
     return f"unix://{Path(tempfile.gettempdir()) / name / _SOCKET}"
 
 
+def refuses(address: str) -> bool:
+    """Whether a private service has ended at its start because of its settings, and is not started again."""
+    return (_folder(address) / _REFUSED).exists()
+
+
 class PrivateService:
     """Keeps one running until `close`. Owns the folder of its socket.
+
+    One that ends at its start because its settings cannot work is not started again; its own line says why.
 
     Args:
         address: of `private_address`.
@@ -57,8 +71,9 @@ class PrivateService:
         backoff: Backoff | None = None,
         command: Sequence[str] | None = None,
     ) -> None:
-        self._folder = Path(address.removeprefix("unix://")).parent
+        self._folder = _folder(address)
         _own(self._folder)
+        (self._folder / _REFUSED).unlink(missing_ok=True)
         self._command = [*(command or launcher(self._folder)), "serve", *_flags(address, settings)]
         self._backoff = backoff or Backoff(first=0.1, most=5.0)
         self._stop = threading.Event()
@@ -75,7 +90,7 @@ class PrivateService:
         return None if process is None or process.poll() is not None else process.pid
 
     def _keep(self) -> None:
-        failed = 0
+        failed, worked = 0, False
         while not self._stop.is_set():
             begun = threading.Event()
             process = self._start()
@@ -88,6 +103,10 @@ class PrivateService:
                 timer.cancel()
             if self._stop.is_set():
                 return
+            worked = worked or begun.is_set()
+            if process is not None and process.returncode == _WRONG_SETTINGS and not worked:
+                self._refuse()
+                return
             failed = 1 if begun.is_set() else failed + 1
             seconds = self._backoff.seconds(failed)
             ended = "could not be started" if process is None else f"has ended with {process.returncode}"
@@ -99,14 +118,21 @@ class PrivateService:
             if self._stop.is_set():
                 return None
             try:
+                _own(self._folder)  # one that has ended in order has taken it along
                 self._process = subprocess.Popen(  # noqa: S603  our own module, with checked settings
                     self._command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
                 )
-            except OSError as error:
+            except (OSError, ConfigError) as error:
                 _log.warning("hicache: the private service: %s", error)
                 return None
             self.starts += 1
             return self._process
+
+    def _refuse(self) -> None:
+        _log.error("hicache: the private service ends at its start: its own line says what to change")
+        with contextlib.suppress(OSError, ConfigError):
+            _own(self._folder)
+            (self._folder / _REFUSED).touch()
 
     def close(self) -> None:
         """Let it end: it drains by itself, for at most DRAIN_SECONDS, and nobody waits for that. Idempotent."""
@@ -115,11 +141,18 @@ class PrivateService:
             process = self._process
         if process is not None:
             _end_input(process)
+        with contextlib.suppress(OSError):
+            (self._folder / _REFUSED).unlink()
+            self._folder.rmdir()
 
     def wait(self, timeout: float) -> bool:
         """Whether it has ended, now or within so many seconds; for tests."""
         self._thread.join(timeout)
         return not self._thread.is_alive()
+
+
+def _folder(address: str) -> Path:
+    return Path(address.removeprefix("unix://")).parent
 
 
 def launcher(folder: Path) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, Final
@@ -24,7 +25,7 @@ from hicache_vllm.identity import Identity, block_shape, identify, tensor_layout
 from hicache_vllm.layouts import Layout
 from hicache_vllm.proof import proven
 from hicache_vllm.scheduler import SchedulerSide
-from hicache_vllm.service import PrivateService, private_address
+from hicache_vllm.service import PrivateService, private_address, refuses
 from hicache_vllm.settings import Settings, read_settings
 from hicache_vllm.tensors import made_of, ordered
 from hicache_vllm.worker import WorkerSide
@@ -35,6 +36,11 @@ _log = logging.getLogger("vllm.hicache")
 
 START_SECONDS: Final = 20.0
 """For which an engine waits at its start for the service that it has started itself."""
+
+FIRST_SECONDS: Final = 1.0
+"""For which it waits for one that runs already, before it says that none answers."""
+
+_LOOK_SECONDS: Final = 0.1
 
 ATTACH_SECONDS: Final = 2.0
 """For which a worker with a GPU waits at its start for a service, to pin its memory before there are requests."""
@@ -161,9 +167,30 @@ def reach(start: Start, *, worker: bool) -> ConnectedCache:
         pool_size=settings.pool_size,
         deadline=settings.deadline,
     )
-    if start.private and not cache.wait_connected(START_SECONDS):
-        _log.warning("hicache: the private service does not answer yet: going on without a cache until it does")
+    if start.private:
+        _wait_for_service(cache, start.address)
+    elif not worker and not cache.wait_connected(FIRST_SECONDS):
+        _log.warning(
+            "hicache: no service answers at %s yet (%r): going on without a cache until one does; if none will, change "
+            "address in kv_connector_extra_config",
+            start.address,
+            cache,
+        )
     return cache
+
+
+def _wait_for_service(cache: ConnectedCache, address: str) -> None:
+    end = time.monotonic() + START_SECONDS
+    while not cache.wait_connected(_LOOK_SECONDS):
+        if refuses(address):
+            cache.close(0)
+            raise ConfigError(
+                "the private service cannot start with what it was given, as its own line says: change host, storage "
+                "or serve in kv_connector_extra_config"
+            )
+        if time.monotonic() >= end:
+            _log.warning("hicache: the private service does not answer yet: going on without a cache until it does")
+            return
 
 
 def make_feed(start: Start, scheduler: SchedulerSide) -> PageFeed:

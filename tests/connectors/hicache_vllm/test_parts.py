@@ -34,7 +34,7 @@ from hicache_vllm.lookups import Scope
 from hicache_vllm.plans import Report
 from hicache_vllm.prefill import MOST_PENDING, PrefillRate
 from hicache_vllm.scopes import Scopes
-from hicache_vllm.service import PrivateService, private_address
+from hicache_vllm.service import PrivateService, private_address, refuses
 from hicache_vllm.settings import read_settings
 from hicache_vllm.tasks import Tasks
 
@@ -188,6 +188,40 @@ class TestPrivateService:
         until(lambda: caplog.text.count("could not be started, and is started again") > 1)
         one.close()
         assert one.wait(PATIENCE)
+
+    def test_one_that_ended_in_order_is_started_again(
+        self, service: Callable[..., PrivateService], tmp_path: Path
+    ) -> None:
+        """As by `kill`: it has taken its folder along."""
+        log = tmp_path / "log"
+        script = (
+            "import os, signal, sys\n"
+            f"folder = {str(tmp_path / 'private')!r}\n"
+            "signal.signal(signal.SIGTERM, lambda *_: (os.rmdir(folder), os._exit(0)))\n"
+            f"open({str(log)!r}, 'a').write(str(os.path.isdir(folder)) + chr(10))\n"
+            "sys.stdin.read()"
+        )
+        one = service(script)
+        for starts in (1, 2):
+            until(partial(_has_lines, log, starts))
+            assert one.pid is not None
+            os.kill(one.pid, signal.SIGTERM)
+        until(partial(_has_lines, log, 3))
+        assert log.read_text().split() == 3 * ["True"]
+
+    def test_one_that_refuses_its_settings_is_not_started_again(
+        self, service: Callable[..., PrivateService], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        address = f"unix://{tmp_path}/private/hicache.sock"
+        one = service("import sys; sys.exit(2)")
+        assert one.wait(PATIENCE)
+        assert (one.starts, refuses(address)) == (1, True)
+        assert caplog.text.count("its own line says what to change") == 1
+        one.close()
+        assert not (tmp_path / "private").exists()
+        again = service(self.SCRIPT.format(str(tmp_path / "log")))
+        assert not refuses(address)
+        again.close()
 
     def test_it_ends_in_order_with_its_input_and_takes_its_folder_along(self) -> None:
         """As when the engine dies: the pipe's end is all that the service hears."""

@@ -269,12 +269,33 @@ def test_wrong_address_is_one_line_and_no_cache(engines: Engines, expected: Expe
     assert engine.said("hicache: runs without a cache: address 'nonsense' is none that is known")
 
 
-def test_private_service_is_restarted_and_ends_with_the_engine(engines: Engines, expected: Expected) -> None:
+def test_address_where_nobody_answers_is_one_line(engines: Engines, expected: Expected, tmp_path: Path) -> None:
+    prompt = prompt_of(371, 200)
+    engine = engines({"address": f"unix://{tmp_path}/nobody.sock"})
+    assert engine.generate(prompt)[0].new == expected(prompt)
+    assert engine.log.read_text().count("hicache: no service answers at unix://") == 1
+
+
+def test_private_service_that_cannot_start_is_one_line_and_no_cache(
+    engines: Engines, expected: Expected, tmp_path: Path
+) -> None:
+    prompt = prompt_of(372, 200)
+    engine = engines({"host": "64MiB", "storage": f"file://{tmp_path}/kv?capcity=1GiB"})
+    assert engine.generate(prompt)[0].new == expected(prompt)
+    assert engine.said("unknown parameter capcity")
+    assert engine.log.read_text().count("hicache: runs without a cache: the private service cannot start") == 1
+    assert not services_of(engine)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_private_service_is_restarted_and_ends_with_the_engine(
+    engines: Engines, expected: Expected, how: signal.Signals
+) -> None:
     prompt = prompt_of(380, 300)
     engine = engines({"host": "64MiB", "deadline": BUDGET})
     engine.generate(prompt)
     (before,) = services_of(engine)
-    os.kill(before, signal.SIGKILL)
+    os.kill(before, how)
     connected(engine, False)
     connected(engine, True)
     (after,) = services_of(engine)
