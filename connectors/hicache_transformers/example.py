@@ -33,6 +33,7 @@ def main(name: str, folder: str) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) not in (2, 3):
+    if len(sys.argv) not in (2, 3) or sys.argv[1].startswith("-"):
         sys.exit("usage: python -m hicache_transformers.example MODEL [FOLDER]")
-    main(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else tempfile.mkdtemp(prefix="hicache-example-"))
+    with tempfile.TemporaryDirectory(prefix="hicache-example-") as place:
+        main(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else place)

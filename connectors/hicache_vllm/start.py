@@ -75,6 +75,7 @@ class Start:
         """Start the private service, in the one process whose part that is."""
         if self.private and self.facts.tp_rank == 0 and self.facts.pp_rank == 0:
             self.service = PrivateService(self.address, self.settings)
+            _log.info("hicache: the private service is at %s, as hicache stats, top and explain take it", self.address)
 
 
 def begin(config: Any, cache_config: Any, *, worker: bool) -> Start:
