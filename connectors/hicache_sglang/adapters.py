@@ -6,14 +6,13 @@ import os
 from collections.abc import Iterator, Mapping
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from hicache.core.framing import frame, frame_text
 from hicache.errors import ConfigError
+from hicache.runtime.fingerprint import contents_digest
 
 __all__ = ["adapters_digest"]
-
-_CHUNK: Final = 2**20
 
 
 def adapters_digest(given: Any) -> str | None:
@@ -68,14 +67,7 @@ def _folder(path: str) -> Path:
 
 
 def _content(folder: Path) -> bytes:
-    whole = sha256()
     names = sorted(name for name in os.listdir(folder) if (folder / name).is_file())
     if not names:
         raise FileNotFoundError("there are no files")
-    for name in names:
-        content = sha256()
-        with (folder / name).open("rb") as file:
-            while chunk := file.read(_CHUNK):
-                content.update(chunk)
-        whole.update(frame_text(name) + frame(content.digest()))
-    return whole.digest()
+    return contents_digest(folder, names)

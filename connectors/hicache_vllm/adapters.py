@@ -5,18 +5,15 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from hashlib import sha256
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-from hicache.core.framing import frame, frame_text
 from hicache.core.identity import Adapter
+from hicache.runtime.fingerprint import contents_digest
 
 __all__ = ["Adapters"]
 
 _log = logging.getLogger("vllm.hicache")
-
-_CHUNK: Final = 2**20
 
 
 class Adapters:
@@ -67,18 +64,7 @@ class Adapters:
         with self._lock:
             found = self._known.get(key)
         if found is None:
-            found = _read(folder, names)
+            found = contents_digest(folder, names)
             with self._lock:
                 self._known[key] = found
         return found
-
-
-def _read(folder: Path, names: list[str]) -> bytes:
-    whole = sha256()
-    for name in names:
-        content = sha256()
-        with (folder / name).open("rb") as file:
-            while chunk := file.read(_CHUNK):
-                content.update(chunk)
-        whole.update(frame_text(name) + frame(content.digest()))
-    return whole.digest()

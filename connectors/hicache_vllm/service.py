@@ -90,7 +90,7 @@ class PrivateService:
         return None if process is None or process.poll() is not None else process.pid
 
     def _keep(self) -> None:
-        failed, worked = 0, False
+        failed = 0
         while not self._stop.is_set():
             begun = threading.Event()
             process = self._start()
@@ -103,8 +103,7 @@ class PrivateService:
                 timer.cancel()
             if self._stop.is_set():
                 return
-            worked = worked or begun.is_set()
-            if process is not None and process.returncode == _WRONG_SETTINGS and not worked:
+            if process is not None and process.returncode == _WRONG_SETTINGS and self.starts == 1:
                 self._refuse()
                 return
             failed = 1 if begun.is_set() else failed + 1

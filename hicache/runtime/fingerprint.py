@@ -1,10 +1,11 @@
-"""A revision for models in local folders, where no commit says what the weights are."""
+"""Digests of models and adapters in local folders, where no commit says what the weights are."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import replace
-from hashlib import sha256
+from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import Final
 
@@ -12,7 +13,7 @@ from hicache.core.framing import frame, frame_number, frame_text
 from hicache.core.identity import Namespace
 from hicache.errors import NamespaceError
 
-__all__ = ["revision_of", "with_revision"]
+__all__ = ["contents_digest", "revision_of", "with_revision"]
 
 _TAG: Final = b"hicache-folder-v1"
 _DESCRIPTIONS: Final = ("config.json", "model.safetensors.index.json", "pytorch_model.bin.index.json")
@@ -57,6 +58,19 @@ def with_revision(namespace: Namespace) -> Namespace:
     if namespace.revision is not None or not os.path.isdir(folder):
         return namespace
     return replace(namespace, revision=revision_of(folder))
+
+
+def contents_digest(folder: Path, names: Iterable[str]) -> bytes:
+    """SHA-256 over names and contents of files of a folder, in the order given; reads all of them, so not for models.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    whole = sha256()
+    for name in names:
+        with (folder / name).open("rb") as file:
+            whole.update(frame_text(name) + frame(file_digest(file, "sha256").digest()))
+    return whole.digest()
 
 
 def _description(path: Path) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -30,6 +31,7 @@ from hicache_vllm.compat import Facts
 from hicache_vllm.copier import Copier
 from hicache_vllm.events import Gone, Kept, PageFeed
 from hicache_vllm.identity import Identity, identify
+from hicache_vllm.logs import adopt_logs
 from hicache_vllm.lookups import Scope
 from hicache_vllm.plans import Report
 from hicache_vllm.prefill import MOST_PENDING, PrefillRate
@@ -448,3 +450,21 @@ class TestPageFeed:
         assert [kept.hashes for kept in feed.take()] == [(b"1",)]
         until(lambda: "events are not told any more" in caplog.text)
         assert len(waited) == 2
+
+
+def test_warnings_of_hicache_are_lines_of_the_engines_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where nobody else has given them handlers, and once."""
+    ours = logging.getLogger("hicache")
+    monkeypatch.setattr(ours, "propagate", False)  # as with vLLM, whose handlers are not the root's
+    monkeypatch.setattr(ours, "handlers", [])
+    for _ in range(2):
+        adopt_logs()
+    logging.getLogger("hicache.client").warning("going on without the %s", "cache")
+    assert [(record.name, record.getMessage()) for record in caplog.records] == [
+        ("vllm.hicache", "hicache: going on without the cache")
+    ]
+    monkeypatch.setattr(ours, "handlers", [logging.NullHandler()])
+    adopt_logs()
+    assert len(ours.handlers) == 1

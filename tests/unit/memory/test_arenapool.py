@@ -272,8 +272,7 @@ def test_bulk_copies_cost_a_memcpy(order: str) -> None:
     found = [_share_of_a_memcpy(order)]
     while min(found[-1]) < 0.8 and len(found) < 4:
         found.append(_share_of_a_memcpy(order))
-    assert max(out for out, _ in found) >= 0.8, found
-    assert max(into for _, into in found) >= 0.8, found
+    assert min(found[-1]) >= 0.8, found
 
 
 def _share_of_a_memcpy(order: str) -> tuple[float, float]:
