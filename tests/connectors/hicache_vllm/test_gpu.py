@@ -388,6 +388,7 @@ def test_pages_at_risk_stay_with_their_lease(
     assert engine.external == 0
     assert engine.free_blocks == 63
     kept = engine.scheduler._scheduler._stores._at_risk
+    assert any(isinstance(work, Early) for work in kept.values()) is (early == "on")
     assert kept
     for work in kept.values():
         lease = work._ahead.lookup._request if isinstance(work, Early) else work._lease
